@@ -20,9 +20,13 @@ if [[ -z ${Q4:-} ]]; then
     Q4=$target/release/q4
 fi
 environment formats accelerate numpy safetensors "torch==2.15.0" "transformers==5.24.0" "auto-round==0.16.1" \
-    "compressed-tensors==0.20.0" "gguf==0.19.0"
+    "compressed-tensors==0.20.0" "gguf==0.19.0" "bitsandbytes==0.50.2" "torchao==0.18.0"
 BUILD_CUDA_EXT=0 CUDA_VISIBLE_DEVICES="" "$peers/tool/bin/uv" pip install --quiet --python "$peers/formats/bin/python" \
     "gptqmodel==7.7.0" "optimum==2.3.0" || say "gptqmodel cannot be installed"
+environment modelopt accelerate numpy safetensors "torch==2.15.0" "transformers==5.24.0" "nvidia-modelopt==0.47.0" ||
+    say "modelopt cannot be installed"
+environment mlx "mlx[cpu]==0.32.4" mlx-lm || say "mlx cannot be installed"
+environment llm-compressor "llmcompressor==0.14.0.1" || say "llm-compressor cannot be installed"
 llama && "$peers/tool/bin/uv" pip install --quiet --python "$peers/llama/bin/python" \
     diskcache jinja2 typing-extensions || say "llama.cpp cannot be had"
 
@@ -47,6 +51,8 @@ PYTHONPATH=bench "$peers/decoders/bin/python" bench/decoders.py --layers "$targe
     --ids "$target/debug/examples/ids" --ggml "${ggml%% *}" \
     --tokenizer "$peers/qwen3/package/models/tokenizer.json" --tests "$work/tests.log" --work "$work" \
     > "$work/decoders.json"
+"$peers/formats/bin/python" bench/published.py --q4 "$Q4" --peers "$peers" --work "$work" \
+    --layers "$target/debug/examples/layers" > "$work/published.json"
 "$peers/formats/bin/python" bench/writers.py --q4 "$Q4" --peers "$peers" --work "$work" \
-    --decoders "$work/decoders.json" --layers "$target/debug/examples/layers" > "$work/checkpoints.json"
+    --decoders "$work/decoders.json" --published "$work/published.json" > "$work/checkpoints.json"
 mv "$work/checkpoints.json" bench/results/checkpoints.json

@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 import numpy as np
-from rows import must, row, run, take, write
+from rows import row, run, take, write
 from safetensors.numpy import load_file
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -49,13 +49,9 @@ PEERS_OWN = {
     "gguf-nvfp4": "llama.cpp",
     "gguf-q4_0": "llama.cpp",
 }
-# Written at the shapes of a published model only: q4 converts nothing of them.
-MORE = ["gguf-q8_0", "ct-fp8-channel"]
 # Peers that compute in f32 on what they decode in f32; the others round weights or inputs.
 WHOLE = 3e-2
 CLOSE = {"compressed-tensors": 1e-4, "auto-round": 1e-4, "gguf": 1e-4, "gptqmodel": 2e-2, "llama.cpp": 5e-2}
-# What q4's logits may be apart from those of the peer's model in f32.
-LOGITS = 1e-3
 
 
 class Peers:
@@ -70,7 +66,8 @@ class Peers:
         }
 
     def python(self, name):
-        env = {"llama.cpp": "llama"}.get(name, "formats")
+        own = {"llama.cpp": "llama", "modelopt": "modelopt", "llm-compressor": "llm-compressor", "mlx": "mlx"}
+        env = own.get(name, "formats")
         return self.folder / env / "bin" / "python"
 
     def ask(self, name, *words):
@@ -124,6 +121,7 @@ class Q4:
 
     def compute(self, model):
         out = self.work / f"q4-{model.name}.safetensors"
+        out.unlink(missing_ok=True)
         ids = ",".join(map(str, IDS))
         _, done = run(self.program, "logits", model, "--ids", ids, "--activations", "native", "--out", out)
         if done.returncode:
@@ -305,59 +303,13 @@ def quantised(q4, peers, written):
             )
 
 
-def published(args, shape):
-    """Files of peers at the shapes of a published model: weights by q4 against the peer's own decoding, and
-    logits against the peer's model in f32."""
-    work = args.work / shape
-    work.mkdir()
-    peers, q4 = Peers(args.peers, work), Q4(args.q4, work)
-    peers.ask("formats", "make", work, shape)
-    peers.ask("gptqmodel", "make", work)
-    names = [name for name, *_ in MADE] + MORE
-    models = {n: p for n in names for p in [work / n, work / f"{n}.gguf"] if p.exists()}
-    for loader in ["compressed-tensors", "auto-round", "gguf"]:
-        peers.load_all(loader, {str(path) for name, path in models.items() if original(name) == loader})
-    equal = close = 0
-    worst = 0.0
-    for name, path in models.items():
-        found = peers.load(original(name), path)
-        if found is None:
-            continue
-        out = work / f"layers-{name}.safetensors"
-        must(args.layers, path, out)
-        own = load_file(out)
-        wrong = [k for k in own if not np.array_equal(own[k], found[f"{k}.weight"])]
-        distance = near(q4.logits(path), found["logits"])
-        print(
-            f"{shape}, {name}: {len(wrong)} of {len(own)} layers differ, logits {distance:.2g}",
-            file=sys.stderr,
-        )
-        equal, close, worst = equal + (not wrong), close + (distance <= LOGITS), max(worst, distance)
-    at = f"at the layers of {shape}"
-    row(f"{at}: files that peers wrote", len(models), f"of {len(names)}", "at least 12")
-    every = f"of {len(models)}"
-    row(
-        f"{at}: of those, every decoded weight the peer's own, bit for bit but for signs of zero",
-        equal,
-        every,
-        len(models),
-    )
-    row(
-        f"{at}: of those, logits within {LOGITS:g} of the largest of the peer's model in f32",
-        close,
-        every,
-        len(models),
-    )
-    row(f"{at}: largest difference of logits", round(worst, 9), "of the largest", f"at most {LOGITS:g}")
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--q4", type=pathlib.Path, required=True)
     parser.add_argument("--peers", type=pathlib.Path, required=True)
     parser.add_argument("--work", type=pathlib.Path, required=True)
     parser.add_argument("--decoders", type=pathlib.Path, required=True)
-    parser.add_argument("--layers", type=pathlib.Path, required=True)
+    parser.add_argument("--published", type=pathlib.Path, required=True)
     args = parser.parse_args()
     peers, q4 = Peers(args.peers, args.work), Q4(args.q4, args.work)
     if not peers.ask("formats", "make", args.work):
@@ -383,14 +335,15 @@ def main():
     loads(q4, peers, models, written)
     same_peer(q4, peers, models)
     quantised(q4, peers, quantized)
-    published(args, "qwen3-0.6b")
+    take(args.published)
     take(args.decoders)
     versions = {}
-    for name in ["formats", "llama.cpp"]:
+    for name in ["formats", "llama.cpp", "modelopt", "llm-compressor", "mlx"]:
         out = args.work / f"versions-{name}.json"
         if peers.ask(name, "versions", out):
             versions |= json.loads(out.read_text())
     write(**versions)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -9,99 +9,27 @@ import os
 import pathlib
 import sys
 
-VERSIONS = [
-    "auto-round",
-    "compressed-tensors",
-    "gguf",
-    "gptqmodel",
-    "torch",
-    "transformers",
-    "llama-cpp-python",
-]
+import writers_mlx
+import writers_models
+from writers_dense import dense, on_weights, packed, plain_logits, save
 
-
-def linears(model):
-    import torch
-
-    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
-
-
-# Extents of a model: small ones, and those of the layers of a published one, of which there are two.
-SHAPES = {
-    "small": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64},
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "head_dim": 128,
-    },
+# The packages that a peer's row is about.
+VERSIONS = {
+    "formats": [
+        "auto-round",
+        "bitsandbytes",
+        "compressed-tensors",
+        "gguf",
+        "gptqmodel",
+        "torch",
+        "torchao",
+        "transformers",
+    ],
+    "llama.cpp": [],
+    "modelopt": ["nvidia-modelopt"],
+    "llm-compressor": ["llmcompressor"],
+    "mlx": ["mlx", "mlx-lm"],
 }
-
-
-def dense(folder, shape):
-    """A Qwen3 of random weights in f16, with a byte-level tokenizer."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(17)
-    config = Qwen3Config(
-        vocab_size=512,
-        **SHAPES[shape],
-        num_hidden_layers=2,
-        num_key_value_heads=SHAPES[shape]["num_attention_heads"] // 2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=2,
-        rope_theta=10000.0,
-    )
-    model = Qwen3ForCausalLM(config)
-    for name, p in model.named_parameters():
-        # Rows up to a few binades apart, off zero, so that zero points have something to do.
-        if name.endswith("_proj.weight"):
-            p.data = (torch.randn_like(p) + 0.3) * 0.04 * 2.0 ** torch.randint(-2, 2, (p.shape[0], 1))
-        else:
-            p.data = 1 + 0.1 * torch.randn_like(p) if "norm" in name else 0.05 * torch.randn_like(p)
-    model.half().save_pretrained(folder)
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    words.train_from_iterator(
-        ["the quick brown fox jumps over the lazy dog, again and again and again"] * 50, trainer
-    )
-    words.save(str(folder / "tokenizer.json"))
-    return model.float()
-
-
-def save(folder, source, state, quantization, config="config.json"):
-    """A checkpoint of `state`, with what else `source` has."""
-    import shutil
-
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors", {"format": "pt"})
-    shutil.copy(source / "tokenizer.json", folder)
-    said = json.loads((source / "config.json").read_text())
-    said["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(said, indent=1))
-
-
-def packed(source, pack):
-    """The tensors of `source`, in f16 where they are not packed."""
-    from safetensors.torch import load_file
-
-    out = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
-            out |= {name.removesuffix("weight") + part: value for part, value in pack(tensor.float()).items()}
-        else:
-            out[name] = tensor
-    return out
 
 
 def compressed(source, folder):
@@ -333,8 +261,8 @@ def gguf_files(source, folder):
 
 
 def make(peer, folder, shape="small"):
-    if peer == "gptqmodel":
-        return make_gptqmodel(folder)
+    if peer in MAKE:
+        return MAKE[peer](folder)
     dense(folder / "dense", shape)
     for maker in [compressed, auto_round, gguf_files]:
         maker(folder / "dense", folder)
@@ -374,19 +302,24 @@ def make_gptqmodel(folder):
             print(f"{name}: {error!r}", file=sys.stderr)
 
 
-def plain_logits(model, ids):
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].float().contiguous()
-
-
 def load_compressed(path, ids):
     import torch
+    from transformers import AutoModelForCausalLM
+
+    found, weights = decompressed(path, ids)
+    if weights.symmetric:
+        # The whole folder through transformers, which reads no zero points of this layout, its own neither.
+        # It rounds to the type it computes in, which is bf16 for MXFP4.
+        dtype = torch.bfloat16 if weights.type == "float" else torch.float32
+        found["whole"] = plain_logits(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), ids)
+    return found
+
+
+def decompressed(path, ids):
+    """Decoded weights with their logits, and what the weights are said to be."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
 
     said = json.loads((path / "config.json").read_text())["quantization_config"]
     group = QuantizationScheme.model_validate(said["config_groups"]["group_0"])
@@ -397,31 +330,23 @@ def load_compressed(path, ids):
         state = {n.removeprefix(f"{name}."): v for n, v in file.items() if n.startswith(f"{name}.")}
         if state["weight_scale"].is_floating_point():
             state["weight_scale"] = state["weight_scale"].float()
-        out[f"{name}.weight"] = compressor.decompress(state, group)["weight"].float()
-    found = {**out, "logits": on_weights(path, file, out, ids)}
-    if group.weights.symmetric:
-        # The whole folder through transformers, which reads no zero points of this layout, its own neither.
-        # It rounds to the type it computes in, which is bf16 for MXFP4.
-        dtype = torch.bfloat16 if group.weights.type == "float" else torch.float32
-        found["whole"] = plain_logits(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), ids)
-    return found
+        if "weight_global_scale" in state:
+            out[f"{name}.weight"] = fp4(state, group.weights)
+        else:
+            out[f"{name}.weight"] = compressor.decompress(state, group)["weight"].float()
+    return {**out, "logits": on_weights(path, file, out, ids)}, group.weights
 
 
-def on_weights(path, file, decoded, ids):
-    """Logits of transformers on decoded weights in f32."""
+def fp4(state, args):
+    """What the compressor of NVFP4 does in bf16, in f32."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-    config = AutoConfig.from_pretrained(path)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    state = {
-        k: v.float() for k, v in file.items() if v.is_floating_point() and k.endswith(".weight")
-    } | decoded
-    missing = model.load_state_dict(state, strict=False)
-    assert not missing.missing_keys and not missing.unexpected_keys, missing
-    return plain_logits(model, ids)
+    n, half = state["weight_packed"].shape
+    codes = unpack_fp4_from_uint8(state["weight_packed"], n, 2 * half, dtype=torch.float32)
+    scales = {"scale": state["weight_scale"], "global_scale": state["weight_global_scale"]}
+    return dequantize(x_q=codes, **scales, args=args, dtype=torch.float32)
 
 
 def load_auto_round(path, ids):
@@ -490,12 +415,25 @@ def load_llama(path, ids):
     return {"logits": np.array(llama.scores[: len(ids)], dtype=np.float32)}
 
 
+MAKE = {
+    "gptqmodel": make_gptqmodel,
+    "modelopt": writers_models.make_modelopt,
+    "llm-compressor": writers_models.make_llm_compressor,
+    "transformers": writers_models.make_transformers,
+    "mlx": writers_mlx.make,
+}
 LOAD = {
     "compressed-tensors": load_compressed,
     "auto-round": load_auto_round,
     "gptqmodel": load_gptqmodel,
     "gguf": load_gguf,
     "llama.cpp": load_llama,
+    "modelopt": writers_models.load_modelopt,
+    "llm-compressor": lambda path, ids: decompressed(path, ids)[0],
+    "transformers": writers_models.load_transformers,
+    "bitsandbytes": writers_models.load_bitsandbytes,
+    "torchao": writers_models.load_torchao,
+    "mlx": writers_mlx.load,
 }
 
 
@@ -530,7 +468,7 @@ def main():
         (folder / f"{peer}-errors.json").write_text(json.dumps(errors))
     else:
         known = {}
-        for name in VERSIONS:
+        for name in VERSIONS[peer]:
             try:
                 known[name.replace("-", "_")] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:

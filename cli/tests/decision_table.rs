@@ -4,6 +4,7 @@
 //! Selection is a pure function of facts, so a card nobody has plugged in is a value like any other. A change
 //! of priority that moves one layer of one machine to another path shows here before it ships.
 use q4_core::formats::ggml::Blocks;
+use q4_core::formats::int4::Zeros;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Candidate, ComputePath, Convention, CudaDevice, DType,
@@ -24,16 +25,17 @@ const NF4: Q4Schema = Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, 
 const NF4_DQ: Q4Schema =
     Q4Schema::Nf4(Nf4 { nibble_order: NibbleOrder::HighFirst, block: 64, nested: Some(256) });
 const MXFP4: Q4Schema = Q4Schema::Mxfp4(Mxfp4);
-const INT4: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::BF16, symmetric: true });
+const INT4: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::BF16, zeros: Zeros::Middle });
 const Q4_K: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q4K });
 const Q6_K: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q6K });
 const Q8_0: Q4Schema = Q4Schema::Ggml(Ggml { blocks: Blocks::Q80 });
 const FP8: Q4Schema = Q4Schema::Fp8(Fp8 { tile: [128, 128], scales: DType::BF16 });
-const INT4_ASYM: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::F16, symmetric: false });
+const INT4_ASYM: Q4Schema = Q4Schema::Int4(Int4 { group: 128, scales: DType::F16, zeros: Zeros::Points });
+const INT4_AFFINE: Q4Schema = Q4Schema::Int4(Int4 { group: 64, scales: DType::BF16, zeros: Zeros::Biases });
 const DENSE: Q4Schema = Q4Schema::Dense(Dense { dtype: DType::BF16 });
 const W4A4: Activations = Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None });
 
-const LAYERS: [(&str, Q4Schema, Activations); 27] = [
+const LAYERS: [(&str, Q4Schema, Activations); 30] = [
     ("nvfp4 W4A16", NVFP4, Activations::Native),
     ("nvfp4 W4A8", NVFP4, Activations::Int8),
     ("nvfp4 W4A4", NVFP4, W4A4),
@@ -52,6 +54,9 @@ const LAYERS: [(&str, Q4Schema, Activations); 27] = [
     ("int4-asym W4A16", INT4_ASYM, Activations::Native),
     ("int4-asym W4A8", INT4_ASYM, Activations::Int8),
     ("int4-asym W4A4", INT4_ASYM, W4A4),
+    ("int4-affine W4A16", INT4_AFFINE, Activations::Native),
+    ("int4-affine W4A8", INT4_AFFINE, Activations::Int8),
+    ("int4-affine W4A4", INT4_AFFINE, W4A4),
     ("q4_k native", Q4_K, Activations::Native),
     ("q4_k int8", Q4_K, Activations::Int8),
     ("q4_k NVFP4", Q4_K, W4A4),

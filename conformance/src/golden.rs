@@ -1,4 +1,4 @@
-//! Recorded products: operands and exact results made with torchao, bitsandbytes, compressed-tensors and
+//! Recorded products: operands and exact results made with torchao, bitsandbytes, compressed-tensors, mlx and
 //! gguf, part of the executable.
 use crate::lattice::Problem;
 use q4_core::formats::{encodings, names as schemas, nf4};
@@ -55,10 +55,12 @@ const NF4: Encoding = Encoding {
 
 const INT4: Encoding = Encoding { parts: &[(Part::Codes, "codes"), (Part::Scales, "scale")], ..NF4 };
 
+const AFFINE: Encoding =
+    Encoding { parts: &[(Part::Codes, "codes"), (Part::Scales, "scale"), (Part::Zeros, "bias")], ..NF4 };
 const FP8: Encoding = INT4;
 const GGML: Encoding = Encoding { parts: &[(Part::Codes, "blocks")], ..NF4 };
 
-static RECORDINGS: [Recording; 6] = [
+static RECORDINGS: [Recording; 7] = [
     Recording {
         file: include_bytes!("../golden/nvfp4_scaled_mm.safetensors"),
         family: "nvfp4",
@@ -120,6 +122,15 @@ static RECORDINGS: [Recording; 6] = [
         results: &[("native", "native", Some("y")), ("int8", "int8", None)],
     },
     Recording {
+        file: include_bytes!("../golden/mlx_products.safetensors"),
+        family: "mlx",
+        encodings: &[
+            Encoding { schema: "int4-affine.64.bf16", under: "int4-affine.64.bf16.", ..AFFINE },
+            Encoding { schema: "int4-affine.32.f16", under: "int4-affine.32.f16.", ..AFFINE },
+        ],
+        results: &[("native", "native", Some("y")), ("int8", "int8", None)],
+    },
+    Recording {
         file: include_bytes!("../golden/ggml_products.safetensors"),
         family: "ggml",
         encodings: &[
@@ -143,8 +154,8 @@ static RECORDINGS: [Recording; 6] = [
 ];
 
 /// Hands every recorded product to `visit`: NVFP4 with one- and two-level scales, row-major and swizzled,
-/// W4A16 and W4A4; NF4 with and without double quantisation; MXFP4; int4 with and without zero points; blocks of
-/// GGML; FP8 under scales of every reach.
+/// W4A16 and W4A4; NF4 with and without double quantisation; MXFP4; int4 with and without zero points, and
+/// with biases; blocks of GGML; FP8 under scales of every reach.
 ///
 /// # Errors
 /// Those of `visit`.

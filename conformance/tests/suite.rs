@@ -110,7 +110,7 @@ fn claims_are_what_can_be_prepared() {
         .iter()
         .map(ToString::to_string)
         .collect();
-    assert_eq!(found.len(), 33);
+    assert_eq!(found.len(), 36);
     assert_eq!(found[0], "nvfp4@1/native/cpu/fused-dequant");
     let admits = |pattern: &str| {
         let options = Options { claims: vec![pattern.into()], ..Options::default() };
@@ -121,7 +121,7 @@ fn claims_are_what_can_be_prepared() {
     };
     let counts =
         ["nvfp4@1", "nvfp4@1/int8", "*/native/*", "nf4", "nf4@1/nvfp4/cpu/fused-dequant"].map(admits);
-    assert_eq!(counts, [3, 1, 11, 0, 1]);
+    assert_eq!(counts, [3, 1, 12, 0, 1]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ pub enum Part {
     Codes,
     /// Scales of blocks, or their codes where they are quantised themselves.
     Scales,
-    /// Zero points of blocks.
+    /// Zero points of blocks, or what is added to them.
     Zeros,
     /// Values that codes of scales stand for.
     Map,

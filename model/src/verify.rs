@@ -346,7 +346,7 @@ impl Verifier<'_> {
 
     /// Whether `name` is a tensor of a module of the model with a suffix that some layout has.
     fn is_part(&self, name: &str) -> bool {
-        const SUFFIXES: [&str; 31] = [
+        const SUFFIXES: [&str; 32] = [
             "weight",
             "weight_scale",
             "weight_scale_inv",
@@ -358,6 +358,7 @@ impl Verifier<'_> {
             "qweight",
             "scales",
             "qzeros",
+            "biases",
             "g_idx",
             "weight_global_scale",
             "input_global_scale",

@@ -3,6 +3,7 @@
 mod support;
 
 use q4_core::formats::ggml::Blocks;
+use q4_core::formats::int4::Zeros;
 use q4_core::{Code, DType, Ggml, Int4, Part, Q4Schema, Q4Weight, Result, RowDecoder};
 use q4_model::checkpoint::{Checkpoint, Container, Elements, Head, OpenOptions, names};
 use q4_model::plan::ActivationRequest;
@@ -66,7 +67,7 @@ fn logits_are_those_of_the_checkpoint() -> Result<()> {
 fn blocks_of_integers_give_the_logits_of_transformers() -> Result<()> {
     let checkpoint = open("q4_0.gguf")?;
     let layer = checkpoint.layer("model.layers.0.mlp.up_proj", 192, 64)?;
-    let int4 = Int4 { group: 32, scales: DType::F16, symmetric: true };
+    let int4 = Int4 { group: 32, scales: DType::F16, zeros: Zeros::Middle };
     assert_eq!(layer.detected.schema, Q4Schema::Int4(int4));
     assert_eq!(checkpoint.embedding_elements()?, Elements::Blocks(Blocks::Q80));
     let Head::Quantised(head) = checkpoint.head()? else { panic!("a head of blocks") };

@@ -27,7 +27,9 @@ fn damaged_headers_are_refused_or_harmless() {
     let mut files: Vec<File> = names
         .map(|name| ("m.gguf", std::fs::read(golden("a", &format!("{name}.gguf"))).unwrap(), Vec::new()))
         .into();
-    for variant in ["nvfp4_modelopt", "gptq_v2", "awq", "int4_asym_ct", "fp8_channel_ct", "nf4_bnb_dq"] {
+    for variant in
+        ["nvfp4_modelopt", "gptq_v2", "awq", "int4_asym_ct", "fp8_channel_ct", "nf4_bnb_dq", "mlx_affine"]
+    {
         let mut m = Model::golden("a", variant);
         m.hf_quant = m.hf_quant.filter(|_| variant == "nvfp4_modelopt");
         files.push(("model.safetensors", m.safetensors(), m.side()));

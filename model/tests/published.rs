@@ -325,8 +325,8 @@ fn others_are_refused_by_name() {
     refused(moe, &["qwen3_5_moe"]);
     refused(json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}), &["qwen3_moe"]);
     refused(json!({"quantization_config": mxfp4}), &["quant_method", "mxfp4"]);
-    let mlx = json!({"group_size": 64, "bits": 4, "mode": "affine"});
-    refused(json!({"quantization": mlx, "quantization_config": mlx}), &["quant_method", "MLX"]);
+    let mlx = json!({"group_size": 64, "bits": 8, "mode": "affine"});
+    refused(json!({"quantization": mlx, "quantization_config": mlx}), &["quantization: bits", "have: 8"]);
     refused(json!({"quantization_config": {"quant_method": "hqq"}}), &["quant_method", "hqq"]);
 }
 

@@ -14,6 +14,7 @@ struct E4m3<S>(PhantomData<S>);
 
 impl<S: Scale + 'static> Encoding for E4m3<S> {
     type Scale = S;
+    type Offset = u8;
     const BYTES: Option<Bytes> = Some(Bytes::E4m3);
 }
 

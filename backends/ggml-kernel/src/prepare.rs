@@ -10,6 +10,7 @@ struct Minima<const HIGH: usize>;
 
 impl<const HIGH: usize> Encoding for Minima<HIGH> {
     type Scale = u8;
+    type Offset = u8;
     const OFFSET: Offset = Offset::Minimum;
     const HIGH: usize = HIGH;
     const NESTED: bool = true;
@@ -20,6 +21,7 @@ struct SixBits;
 
 impl Encoding for SixBits {
     type Scale = Signed;
+    type Offset = u8;
     const HIGH: usize = 2;
     const NESTED: bool = true;
 }
@@ -29,11 +31,12 @@ struct EightBits;
 
 impl Encoding for EightBits {
     type Scale = f16;
+    type Offset = u8;
     const BYTES: Option<Bytes> = Some(Bytes::Signed);
 }
 
 /// An encoding of blocks: what of them becomes a group's scale.
-trait OfBlocks: Encoding {
+trait OfBlocks: Encoding<Offset = u8> {
     fn scale(apart: &Apart, group: usize) -> Self::Scale;
 }
 

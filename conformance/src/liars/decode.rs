@@ -124,6 +124,21 @@ pub(super) const MUTANTS: &[Mutant] = mutants! {
     L1 "int4-twos-complement": "codes are signed integers" {
         int4: |code, _, scale| f32::from(((code << 4) as i8) >> 4) * scale,
     }
+    L1 "affine-bias-taken-off": "the bias of a group is taken off instead of added" {
+        affine: |code, scale, bias| f32::from(code) * scale - bias,
+    }
+    L1 "affine-bias-scaled": "the bias of a group is added to codes, before these are scaled" {
+        affine: |code, scale, bias| (f32::from(code) + bias) * scale,
+    }
+    L1 "affine-bias-as-zero-point": "the bias of a group is taken for the nearest whole number of its scale" {
+        affine: |code, scale, bias| match scale {
+            0.0 => bias,
+            scale => (f32::from(code) + (bias / scale).round()) * scale,
+        },
+    }
+    L1 "affine-rounded-once": "a scaled code and its bias are rounded together" {
+        affine: |code, scale, bias| f32::from(code).mul_add(scale, bias),
+    }
     L1 "int4-in-groups-of-32": "a group of int4 has 32 elements" { group_at: |i, _| i / 32 }
     L1 "int4-in-groups-of-128": "a group of int4 has 128 elements" { group_at: |i, _| i / 128 }
     L1 "int4-scale-of-the-row": "the first scale of an int4 row is used for all of it" { group_at: |_, _| 0 }

@@ -5,12 +5,15 @@
 use super::card::{Card, Memory};
 use super::group::Group;
 use super::on_card::{GroupOnCard, OnCard};
-use super::parts::{Block, Call, Element, Element8, FUSING, Kept, ON_CARD, Parts, RowAt, Segment, widen};
+use super::parts::{
+    Block, Call, Element, Element8, FUSING, Kept, ON_CARD, Parts, RowAt, Segment, float, widen,
+};
 use super::situation::{Done, Fault, Situation, View};
 use half::{bf16, f16};
 use q4_core::device::{DeviceMemory, memory_of};
 use q4_core::formats::ggml::{Blocks, Ggml};
-use q4_core::formats::{self, int4, mxfp4};
+use q4_core::formats::int4::{self, Zeros};
+use q4_core::formats::{self, mxfp4};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
@@ -237,6 +240,7 @@ impl Segment {
             scales: Vec::new(),
             absmax: Vec::new(),
             zeros: Vec::new(),
+            biases: Vec::new(),
             global: None,
             values: Vec::new(),
         };
@@ -271,8 +275,14 @@ impl Segment {
             Q4Schema::Int4(format) => {
                 let bytes = data.need(Part::Scales)?.as_bytes()?.chunks_exact(format.scales.size());
                 out.absmax = bytes.map(|bytes| (parts.int4_scale)(bytes, format.scales)).collect();
-                if !format.symmetric {
-                    out.zeros = data.need(Part::Zeros)?.as_bytes()?.to_vec();
+                match format.zeros {
+                    Zeros::Middle => {}
+                    Zeros::Points => out.zeros = data.need(Part::Zeros)?.as_bytes()?.to_vec(),
+                    Zeros::Biases => {
+                        let stored = data.need(Part::Zeros)?;
+                        let bytes = stored.as_bytes()?.chunks_exact(format.scales.size());
+                        out.biases = bytes.map(|bytes| float(bytes, format.scales)).collect();
+                    }
                 }
             }
             Q4Schema::Fp8(format) => {
@@ -386,13 +396,20 @@ impl Kept {
                     let scale = s.scales[(at * (k / mxfp4::BLOCK) + (p.power_at)(i)).min(s.scales.len() - 1)];
                     s.values[usize::from(scale) * 16 + usize::from((p.nibble)(&s.codes, flat, true) & 15)]
                 }
-                Q4Schema::Int4(Int4 { group, symmetric, .. }) => {
+                Q4Schema::Int4(Int4 { group, zeros, .. }) => {
                     let (group, groups) = ((p.group_at)(i, group as usize), k / group as usize);
                     let b = Block { row: at, block: group, rows: s.rows, blocks: groups, is_tiled: false };
-                    let zero =
-                        if symmetric { int4::ZERO } else { s.zeros[(p.zero_at)(b).min(s.zeros.len() - 1)] };
                     let code = (p.nibble)(&s.codes, flat, true);
-                    (p.int4)(code, zero, s.absmax[(at * groups + group).min(s.absmax.len() - 1)])
+                    let scale = s.absmax[(at * groups + group).min(s.absmax.len() - 1)];
+                    match zeros {
+                        Zeros::Middle => (p.int4)(code, int4::ZERO, scale),
+                        Zeros::Points => {
+                            (p.int4)(code, s.zeros[(p.zero_at)(b).min(s.zeros.len() - 1)], scale)
+                        }
+                        Zeros::Biases => {
+                            (p.affine)(code, scale, s.biases[(p.zero_at)(b).min(s.biases.len() - 1)])
+                        }
+                    }
                 }
                 Q4Schema::Fp8(format) => {
                     let e = Element8 { format, row: at, column: i, rows: s.rows, k };

@@ -40,11 +40,13 @@ pub struct Parts {
     pub(super) power_at: fn(usize) -> usize,
     /// Value of an int4 code under a zero point and a scale.
     pub(super) int4: fn(u8, u8, f32) -> f32,
+    /// Value of an int4 code under a scale and a bias.
+    pub(super) affine: fn(u8, f32, f32) -> f32,
     /// Value of a scale of int4 or FP8, of this type.
     pub(super) int4_scale: fn(&[u8], DType) -> f32,
     /// Group of column `i` of an int4 row, in groups of so many.
     pub(super) group_at: fn(usize, usize) -> usize,
-    /// Where the zero point of a group is.
+    /// Where the zero point or bias of a group is.
     pub(super) zero_at: fn(Block) -> usize,
     /// A block of GGML taken apart.
     pub(super) apart: fn(Blocks, &[u8]) -> Apart,
@@ -178,6 +180,7 @@ pub(super) const HONEST: Parts = Parts {
     e8m0: e8m0::decode,
     power_at: |i| i / mxfp4::BLOCK,
     int4: |code, zero, scale| f32::from(i16::from(code) - i16::from(zero)) * scale,
+    affine: |code, scale, bias| f32::from(code) * scale + bias,
     int4_scale: float,
     group_at: |i, group| i / group,
     zero_at: right_scale,
@@ -307,6 +310,7 @@ pub(super) struct Segment {
     pub scales: Vec<u8>,
     pub absmax: Vec<f32>,
     pub zeros: Vec<u8>,
+    pub biases: Vec<f32>,
     pub global: Option<GlobalScale>,
     /// Every code under every scale byte, so that models of millions of weights are decoded in seconds.
     pub values: Vec<f32>,

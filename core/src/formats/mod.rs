@@ -16,6 +16,7 @@ pub mod fp8;
 pub mod ggml;
 pub mod int4;
 pub mod int8;
+mod mlx;
 pub mod mxfp4;
 pub mod nf4;
 pub mod nvfp4;

@@ -56,6 +56,8 @@ pub enum Layout {
     Awq,
     /// `weight.q4_k` and the like: blocks of a GGUF file.
     Gguf,
+    /// `weight` in words, `scales`, perhaps `biases`.
+    Mlx,
     /// `weight` of E4M3, `weight_scale` or `weight_scale_inv`, perhaps `input_scale`: FP8 of several tools.
     Fp8,
     /// `weight` of floats.
@@ -74,6 +76,7 @@ impl Layout {
             Self::Gptq => "gptq",
             Self::Awq => "awq",
             Self::Gguf => "gguf",
+            Self::Mlx => "mlx",
             Self::Fp8 => "fp8",
             Self::Dense => "dense",
         }
@@ -87,7 +90,7 @@ pub struct LayerKeys {
     pub weight: String,
     /// Block scales.
     pub scales: Option<String>,
-    /// Zero points of blocks.
+    /// Zero points of blocks, or their biases.
     pub zeros: Option<String>,
     /// Per-tensor scale.
     pub global: Option<String>,

@@ -44,7 +44,7 @@ pub struct DecoderConfig {
     pub eos_token_ids: Vec<u32>,
     /// Type of the dense weights, if stated: float16, bfloat16 or float32.
     pub dtype: Option<DType>,
-    /// `quantization_config` as it stands; its reader is the checkpoint's.
+    /// `quantization_config`, or MLX's `quantization`, as it stands; its reader is the checkpoint's.
     pub quantization: Option<Value>,
 }
 
@@ -142,7 +142,7 @@ impl DecoderConfig {
             bos_token_id: bos.first().copied(),
             eos_token_ids: f.token_ids("eos_token_id", vocab_size),
             dtype: dtype(&mut f),
-            quantization: f.object("quantization_config").and_then(|_| f.get("quantization_config").cloned()),
+            quantization: quantization(&mut f),
         };
         check_layer_types(&mut f, config.num_hidden_layers);
         check_total(&mut f, &config);
@@ -155,6 +155,21 @@ impl DecoderConfig {
         let (inv_freq, factor) = self.rope.inv_freq(self.rotary_dim);
         Rotation { inv_freq, factor, pairs: self.arch.rotary.pairs }
     }
+}
+
+/// `quantization_config`, or what MLX says in a field of its own and often in both.
+fn quantization(f: &mut Fields) -> Option<Value> {
+    let [usual, mlx] =
+        ["quantization_config", "quantization"].map(|name| f.object(name).and_then(|_| f.get(name).cloned()));
+    if let (Some(Value::Object(usual)), Some(Value::Object(mlx))) = (&usual, &mlx) {
+        let names = usual.keys().chain(mlx.keys());
+        if let Some(name) = names.into_iter().find(|name| usual.get(*name) != mlx.get(*name)) {
+            let word = |of: &serde_json::Map<_, _>| of.get(name).map_or("nothing".to_owned(), show);
+            let need = format!("{}, as quantization_config.{name} says", word(usual));
+            f.problem(&format!("quantization.{name}"), need, word(mlx));
+        }
+    }
+    usual.or(mlx)
 }
 
 /// How heads are turned: what every executor is told.

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 /// Tensors that would change a layer's product where they are not a part of its layout; some families have
 /// biases.
-const FOREIGN: [&str; 13] = [
+const FOREIGN: [&str; 15] = [
     "bias",
     "pre_quant_scale",
     "weight_scale",
@@ -23,6 +23,8 @@ const FOREIGN: [&str; 13] = [
     "weight_g_idx",
     "scales",
     "qzeros",
+    "biases",
+    "global_scale",
     "weight.absmax",
     "absmax",
     "weight.scale",
@@ -84,6 +86,7 @@ impl Layer<'_> {
 /// the values only the per-tensor scales are read.
 pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Result<Layer<'a>> {
     let table = c.table();
+    is_read_of_torchao(c, name)?;
     let state = |key: &str| quant_state(key, c.tensor(key)?.bytes);
     let detected = detect(name, table, &state)?.ok_or_else(|| {
         let error = Error::new(Code::TensorMissing, format!("`{name}.weight`"))
@@ -91,6 +94,10 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
             .have(format!("{} tensors of other names", table.len()));
         c.store().hint(name, error)
     })?;
+    if detected.layout == Layout::Mlx {
+        // Its words are told by their number alone.
+        has_shape(&detected, n, k)?;
+    }
     c.declaration().check(name, &detected)?;
     let own = |key: &String| {
         detected.keys.all().any(|own| own == key)
@@ -116,11 +123,7 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
             .need("blocks of GGML in a GGUF file")
             .have("a tensor of that name in another"));
     }
-    if (detected.n, detected.k) != (n, k) {
-        return Err(Error::new(Code::TensorShape, format!("`{}`", detected.keys.weight))
-            .need(format!("[{n}, {k}], as config.json says"))
-            .have(format!("[{}, {}]", detected.n, detected.k)));
-    }
+    has_shape(&detected, n, k)?;
     let convention =
         if detected.layout == Layout::CompressedTensors { Convention::Divide } else { Convention::Multiply };
     let scalar =
@@ -135,6 +138,23 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
     let mut layer = Layer { name, detected, segment, declared: native, input_global, lacks_input_scale };
     layer.declared = declared(c, &layer, inputs)?;
     Ok(layer)
+}
+
+fn has_shape(found: &Detected, n: usize, k: usize) -> Result<()> {
+    if (found.n, found.k) == (n, k) {
+        return Ok(());
+    }
+    Err(Error::new(Code::TensorShape, format!("`{}`", found.keys.weight))
+        .need(format!("[{n}, {k}], as config.json says"))
+        .have(format!("[{}, {}]{}", found.n, found.k, of_other_bits(found, k))))
+}
+
+/// Words of MLX say nothing of their codes: with others than those of 4 bits, rows are longer or shorter.
+fn of_other_bits(found: &Detected, k: usize) -> String {
+    if found.layout != Layout::Mlx || !(4 * found.k).is_multiple_of(k) {
+        return String::new();
+    }
+    format!(" of 4 bits, or codes of {} bits", 4 * found.k / k)
 }
 
 /// The extents that compressed-tensors stores beside words are those that the words have.
@@ -194,6 +214,25 @@ fn declared(c: &Checkpoint, layer: &Layer<'_>, inputs: Option<bool>) -> Result<A
         },
         Layout::TorchAo if torchao(c, layer)? => quantised,
         _ => Ok(Activations::Native),
+    }
+}
+
+/// Refuses a tensor by the class that torchao says it is of: others have the same names for other things.
+fn is_read_of_torchao(c: &Checkpoint, name: &str) -> Result<()> {
+    #[derive(Deserialize)]
+    struct Record {
+        #[serde(rename = "_type")]
+        kind: String,
+    }
+    let key = format!("{name}.weight");
+    let Some(record) = c.store().metadata().get(&key) else { return Ok(()) };
+    match serde_json::from_str::<Record>(record) {
+        Ok(Record { kind }) if kind != "NVFP4Tensor" && kind != "Tensor" => {
+            Err(Error::new(Code::SchemaInvalid, format!("__metadata__ of `{key}`: _type"))
+                .need("NVFP4Tensor, or Tensor for one that is not quantised: torchao's others are not read")
+                .have(kind))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -14,6 +14,7 @@ pub mod export;
 mod gguf;
 mod layer;
 mod matrix;
+mod mlx;
 pub mod names;
 pub mod quantize;
 mod safetensors;
@@ -88,6 +89,8 @@ pub struct Checkpoint {
     store: TensorStore,
     config: DecoderConfig,
     declaration: Declaration,
+    /// The head is the embedding's codes.
+    is_head_tied: bool,
     side: BTreeMap<String, Bytes>,
     others: Vec<String>,
 }
@@ -166,7 +169,7 @@ impl Checkpoint {
         let store = store.of_whole_model(config.arch);
         // A `.dat` or `.gguf` file says all there is about its layers; the configuration beside it is that of
         // the original model.
-        let declaration = match store.container() {
+        let mut declaration = match store.container() {
             Container::Dat | Container::Gguf => Declaration::none(),
             Container::Safetensors => Declaration::read(
                 config.quantization.as_ref(),
@@ -175,12 +178,17 @@ impl Checkpoint {
         };
         let apart = words::apart(&store, declaration.packing, options.memory)?;
         let store = store.with("words taken apart", apart.tensors, apart.bytes.into(), &apart.gone);
+        let (arch, tied) = (&config.arch.names, config.tie_word_embeddings);
+        let mlx::Read { store, is_head_tied } = mlx::read(store, &declaration, arch, tied, options.memory)?;
+        if is_head_tied {
+            declaration.alike(arch.embedding, arch.head);
+        }
         for note in &declaration.notes {
             tracing::warn!(model = %name, "{}", note.text);
         }
         let weights: Vec<_> = store.files().map(|(name, _)| name).collect();
         let others = source.others(&weights)?;
-        Ok(Self { name, store, config, declaration, side, others })
+        Ok(Self { name, store, config, declaration, is_head_tied, side, others })
     }
 
     /// What the model was opened as.
@@ -408,9 +416,11 @@ impl Checkpoint {
         .fix("set tie_word_embeddings to false if the model was trained so"))
     }
 
-    /// Only in `.dat` files does a packed head stand beside a tied one; other tools would not read it.
+    /// Only in `.dat` files does a packed head stand beside a tied one; other tools would not read it. MLX's
+    /// may be the embedding itself.
     fn agrees_about_packed(&self, head: &Detected) -> Result<()> {
-        if !self.config.tie_word_embeddings || self.store.container() != Container::Safetensors {
+        let may_be = self.store.container() != Container::Safetensors || self.is_head_tied;
+        if !self.config.tie_word_embeddings || may_be {
             return Ok(());
         }
         Err(Error::new(

@@ -54,6 +54,8 @@ pub(super) struct Weights {
     pub container: Container,
     pub files: Vec<String>,
     pub index: Option<String>,
+    /// A file of weights of the usual name beside the index: what that names, or another set.
+    pub beside: Option<&'static str>,
 }
 
 impl Source {
@@ -76,11 +78,17 @@ impl Source {
 
     /// Which files hold the weights.
     pub fn weights(&self) -> Result<Weights> {
-        let single = |name: &str, container| Weights { container, files: vec![name.to_owned()], index: None };
+        let single = |name: &str, container| Weights {
+            container,
+            files: vec![name.to_owned()],
+            index: None,
+            beside: None,
+        };
         let sharded = |name: &str| Weights {
             container: Container::Safetensors,
             files: Vec::new(),
             index: Some(name.to_owned()),
+            beside: None,
         };
         if let Self::Dir { weights: Some(name), .. } = self {
             return Ok(container_of(name).map_or_else(|| sharded(name), |c| single(name, c)));
@@ -88,10 +96,7 @@ impl Source {
         let names = self.names()?;
         let has = |name: &str| names.iter().any(|n| n == name);
         if has(MODEL) && has(INDEX) {
-            return Err(Error::new(Code::Container, format!("{}: two sets of weights", self.label("")))
-                .need(format!("{MODEL} or {INDEX}"))
-                .have("both")
-                .fix("name one of them, or delete what is left of an older export"));
+            return Ok(Weights { beside: Some(MODEL), ..sharded(INDEX) });
         }
         if has(MODEL) {
             return Ok(single(MODEL, Container::Safetensors));

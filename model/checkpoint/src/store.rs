@@ -67,6 +67,15 @@ impl TensorStore {
     pub(super) fn read(source: &Source, memory: Option<u64>) -> Result<Self> {
         let weights = source.weights()?;
         let map = weights.index.as_deref().map(|name| shards::weight_map(source, name)).transpose()?;
+        if let (Some(beside), Some(map)) = (weights.beside, &map)
+            && map.files != [beside]
+        {
+            // MLX writes an index of one file too.
+            return Err(Error::new(Code::Container, format!("{}: two sets of weights", source.label("")))
+                .need(format!("{beside} or an index of other files"))
+                .have("both")
+                .fix("name one of them, or delete what is left of an older export"));
+        }
         let names = map.as_ref().map_or(weights.files, |map| map.files.clone());
         let mut store = Self {
             container: weights.container,
@@ -174,6 +183,18 @@ impl TensorStore {
             self.table.replace(tensors.into_iter().map(|t| Tensor { file, ..t }));
         }
         gone.iter().for_each(|name| self.table.remove(name));
+        self
+    }
+
+    /// With other types and shapes of tensors that it has, where they are.
+    pub(super) fn reread(mut self, tensors: Vec<Tensor>) -> Self {
+        self.table.replace(tensors.into_iter());
+        self
+    }
+
+    /// With tensors that lie where others do, under names that none has.
+    pub(super) fn besides(mut self, tensors: Vec<Tensor>) -> Self {
+        self.table.add(tensors);
         self
     }
 

@@ -74,6 +74,12 @@ impl Table {
         }
     }
 
+    /// Adds tensors of names that none has.
+    pub(super) fn add(&mut self, tensors: Vec<Tensor>) {
+        self.0.extend(tensors);
+        self.0.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+    }
+
     /// Drops the tensor of that name.
     pub(super) fn remove(&mut self, name: &str) {
         if let Ok(at) = self.0.binary_search_by(|t| (*t.name).cmp(name)) {

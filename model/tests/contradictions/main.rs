@@ -8,6 +8,7 @@ mod gguf;
 mod groups;
 #[path = "../handmade/mod.rs"]
 mod handmade;
+mod mlx;
 mod modelopt;
 mod whole;
 mod words;
@@ -28,7 +29,7 @@ type Case = (&'static str, &'static str, fn(&mut Model), Code, &'static str, [&'
 
 #[test]
 fn each_is_refused_by_layer_and_both_places() {
-    let all = [&modelopt::MODELOPT[..], &groups::GROUPS, &words::WORDS, &whole::WHOLE].concat();
+    let all = [&modelopt::MODELOPT[..], &groups::GROUPS, &words::WORDS, &mlx::MLX, &whole::WHOLE].concat();
     let count = all.len();
     assert!(count >= 60, "{count}");
     let mut wrong = Vec::new();
@@ -108,8 +109,9 @@ fn healthy_files_raise_nothing() {
     let words =
         ["int4_ct", "int4_asym_ct", "int4_channel_ct", "gptq", "gptq_v2", "awq", "auto_round", "mxfp4_ct"];
     let bytes = ["fp8_channel_ct", "fp8_tensor_ct", "fp8_blocks", "mixed_ct", "mixture"];
+    let mlx = ["mlx_affine", "mlx_mxfp4", "mlx_nvfp4"];
     let mut files = 0;
-    for from in VARIANTS.into_iter().chain(words).chain(bytes) {
+    for from in VARIANTS.into_iter().chain(words).chain(bytes).chain(mlx) {
         let mut m = source(from);
         quiet(from, &m.open().unwrap());
         scales_of_cache(&mut m, &["k", "v"]);
@@ -120,7 +122,7 @@ fn healthy_files_raise_nothing() {
         quiet(from, &open(&blocks(from)).unwrap());
         files += 1;
     }
-    assert_eq!(files, 25);
+    assert_eq!(files, 28);
     println!("{files} healthy files raised nothing");
 }
 

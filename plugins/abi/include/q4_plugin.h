@@ -140,7 +140,8 @@ enum {
     Q4_SCHEMA_Q5_K   = 9,
     Q4_SCHEMA_Q6_K   = 10,
     Q4_SCHEMA_Q8_0   = 11,
-    Q4_SCHEMA_FP8    = 12
+    Q4_SCHEMA_FP8    = 12,
+    Q4_SCHEMA_INT4_AFFINE = 13
 };
 enum { Q4_F32 = 1, Q4_F16 = 2, Q4_BF16 = 3 };
 enum {
@@ -269,6 +270,8 @@ typedef struct q4_linear_spec {
  *           value = fl32((code - 8) * scale)
  *   INT4_ASYM  zeros a byte of 0 to 15 for each scale.
  *           value = fl32((code - zero) * scale)
+ *   INT4_AFFINE  zeros a bias of scale_dtype for each scale, finite, of either sign.
+ *           value = fl32(fl32(code * scale) + bias)
  *   Q4_K    codes are the blocks of GGML, [rows][k/256] of 144 bytes: d and dmin, f16; 12 bytes of eight
  *           scales and eight minima of 6 bits, for 32 elements each; 128 bytes of codes, of which each 32
  *           have elements j and j + 32 of 64 in their low and high nibbles.  For i < 4, byte i has scale i
@@ -301,7 +304,7 @@ typedef struct q4_segment {
     uint32_t    global_convention; /* that of the spec */
     uint32_t    reserved;
 #if Q4_ABI_MINOR >= 2
-    const void *zeros;             /* INT4_ASYM, else NULL */
+    const void *zeros;             /* INT4_ASYM and INT4_AFFINE, else NULL */
     uint64_t    zeros_bytes;
 #endif
 } q4_segment;

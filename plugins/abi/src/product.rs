@@ -28,7 +28,8 @@ numbers! {
         /// E2M1 codes, low nibble first, an E8M0 scale per 32 of k: `value = code * 2^(scale - 127)`. Since
         /// 1.2.
         MXFP4 = 5,
-        /// Codes of 0 to 15, low nibble first, a scale per block of k: `value = (code - 8) * scale`. Since 1.2.
+        /// Codes of 0 to 15, low nibble first, a scale per block of k: `value = (code - 8) * scale`. Since
+        /// 1.2.
         INT4 = 6,
         /// As `INT4` with a zero point per block: `value = (code - zero) * scale`. Since 1.2.
         INT4_ASYM = 7,
@@ -43,6 +44,8 @@ numbers! {
         /// Codes of E4M3, none of them NaN, a scale per tile of `nested_block` out and `block` in features:
         /// `value = fl32(code * scale)`. Since 1.2.
         FP8 = 12,
+        /// As `INT4` with a bias per block: `value = fl32(fl32(code * scale) + bias)`. Since 1.2.
+        INT4_AFFINE = 13,
     }
 }
 numbers! {
@@ -194,10 +197,11 @@ pub struct Q4LinearSpec {
     /// [`nibble_order`].
     pub nibble_order: u32,
     /// Elements per scale: 16 for NVFP4 and Q6_K, 32 for MXFP4, Q4_K, Q5_K and Q8_0, any power of two from 32
-    /// to 4096 for NF4, any multiple of 16 that divides k for INT4 and INT4_ASYM, 0 for dense. Of FP8 the in
+    /// to 4096 for NF4, any multiple of 16 that divides k for those of INT4, 0 for dense. Of FP8 the in
     /// features of a tile, a multiple of 16, or 0 for all.
     pub block: u32,
-    /// NF4_DQ: absmax codes per nested absmax. FP8: out features of a tile, or 0 for all of a segment. Else 0.
+    /// NF4_DQ: absmax codes per nested absmax. FP8: out features of a tile, or 0 for all of a segment. Else
+    /// 0.
     pub nested_block: u32,
     /// [`dtype`] of a dense weight, else 0.
     pub dense_dtype: u32,
@@ -235,7 +239,7 @@ pub struct Q4LinearSpec {
     pub device_type: u32,
     /// Ordinal; 0 for the CPU.
     pub device_id: u32,
-    /// [`dtype`] of the scales of INT4, INT4_ASYM and FP8, else 0. Since 1.2.
+    /// [`dtype`] of the scales of FP8 and those of INT4, else 0. Since 1.2.
     pub scale_dtype: u32,
 }
 
@@ -252,7 +256,7 @@ pub struct Q4Segment {
     pub codes: *const c_void,
     /// Bytes at `codes`.
     pub codes_bytes: u64,
-    /// NVFP4: E4M3. MXFP4: E8M0. INT4, INT4_ASYM and FP8: of the spec's `scale_dtype`. NF4: f32 absmax.
+    /// NVFP4: E4M3. MXFP4: E8M0. FP8 and those of INT4: of the spec's `scale_dtype`. NF4: f32 absmax.
     /// NF4_DQ: 8-bit absmax codes. Dense and blocks of GGML: NULL.
     pub scales: *const c_void,
     /// Bytes at `scales`.
@@ -273,7 +277,8 @@ pub struct Q4Segment {
     pub global_convention: u32,
     /// 0.
     pub reserved: u32,
-    /// INT4_ASYM: a byte of 0 to 15 for each scale, else NULL. Since 1.2.
+    /// INT4_ASYM: a byte of 0 to 15 for each scale. INT4_AFFINE: a bias of the spec's `scale_dtype`, else
+    /// NULL. Since 1.2.
     pub zeros: *const c_void,
     /// Bytes at `zeros`.
     pub zeros_bytes: u64,

@@ -85,7 +85,7 @@ fn constants() -> Vec<(&'static str, i64)> {
         "Q4_SCHEMA_INT4" = schema::INT4; "Q4_SCHEMA_INT4_ASYM" = schema::INT4_ASYM;
         "Q4_SCHEMA_Q4_K" = schema::Q4_K; "Q4_SCHEMA_Q5_K" = schema::Q5_K;
         "Q4_SCHEMA_Q6_K" = schema::Q6_K; "Q4_SCHEMA_Q8_0" = schema::Q8_0;
-        "Q4_SCHEMA_FP8" = schema::FP8;
+        "Q4_SCHEMA_FP8" = schema::FP8; "Q4_SCHEMA_INT4_AFFINE" = schema::INT4_AFFINE;
         "Q4_F32" = dtype::F32; "Q4_F16" = dtype::F16; "Q4_BF16" = dtype::BF16;
         "Q4_PATH_NATIVE_KERNEL" = abi::path::NATIVE_KERNEL; "Q4_PATH_FUSED_DEQUANT" = abi::path::FUSED_DEQUANT;
         "Q4_PATH_DEQUANT_MATMUL" = abi::path::DEQUANT_MATMUL; "Q4_PATH_REFERENCE" = abi::path::REFERENCE;

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 mod built;
 
+use q4_core::formats::int4::Zeros;
 use q4_core::{
     Activations, Candidate, Code, DType, Device, Error, ExecContext, ExecPath, HostEnv, Int4, LinearSpec,
     Nvfp4, Nvfp4Parts, OpSet, OwnedParts, Part, PreparedWeight, Q4Backend, Q4Schema, Q4Weight, RejectCode,
@@ -130,7 +131,7 @@ fn zero_points_reach_the_other_process() {
     let Candidate::Live(here) = q4_plugin_host::load(&path).unwrap().candidate else { unreachable!() };
     let remote = start(&path, true).unwrap();
     for scales in [DType::F32, DType::F16, DType::BF16] {
-        let schema = Q4Schema::Int4(Int4 { group: 32, scales, symmetric: false });
+        let schema = Q4Schema::Int4(Int4 { group: 32, scales, zeros: Zeros::Points });
         let codes = (0..N * K / 2).map(|i| ((i * 151) >> 2) as u8).collect();
         // Finite in every type.
         let bytes = (0..N * K / 32 * scales.size()).map(|i| (i * 37 % 64) as u8).collect();

@@ -13,10 +13,12 @@ pub trait Scale: Widen + Pod + Send {}
 impl<T: Widen + Pod + Send> Scale for T {}
 
 /// What the kernels are compiled for. The value of an element is, rounded once to f32,
-/// `(values[code] - zero) * scale`, or `values[code] * scale - minimum` ([`Offset`]).
+/// `(values[code] - zero) * scale`, or `values[code] * scale - minimum`, or `+ bias` ([`Offset`]).
 pub trait Encoding: Send + Sync + 'static {
     /// The scale of a group.
     type Scale: Scale;
+    /// What it is kept in, where a group has something besides.
+    type Offset: Scale;
     /// What a group has besides.
     const OFFSET: Offset = Offset::None;
     /// Bits of a code above the lowest four: 0, 1 or 2. A code is worth the sum of what both are.
@@ -55,6 +57,8 @@ pub enum Offset {
     Zero,
     /// A byte that, multiplied by that of all minima, is taken off what was scaled.
     Minimum,
+    /// What is added to what was scaled and rounded.
+    Bias,
 }
 
 /// Codes of four bits under scales of this type.
@@ -62,6 +66,7 @@ pub struct Plain<S>(PhantomData<S>);
 
 impl<S: Scale + 'static> Encoding for Plain<S> {
     type Scale = S;
+    type Offset = u8;
 }
 
 /// The same with zero points.
@@ -69,7 +74,17 @@ pub struct Zeros<S>(PhantomData<S>);
 
 impl<S: Scale + 'static> Encoding for Zeros<S> {
     type Scale = S;
+    type Offset = u8;
     const OFFSET: Offset = Offset::Zero;
+}
+
+/// The same with biases of the type of the scales.
+pub struct Biases<S>(PhantomData<S>);
+
+impl<S: Scale + 'static> Encoding for Biases<S> {
+    type Scale = S;
+    type Offset = S;
+    const OFFSET: Offset = Offset::Bias;
 }
 
 /// What codes are worth.

@@ -99,7 +99,7 @@ impl<E: Encoding> Packed<E> {
         let low = self.codes[line(k / CODES, word)].0[lane];
         let high = self.high.as_ref().map_or(0, |h| h[line(k / CODES / share, word / share)].0[lane]);
         let group = line(k / self.group, word * CODES / self.group);
-        let offset = self.offsets.as_ref().map_or(0.0, |offsets| f32::from(offsets[group][lane]));
+        let offset = self.offsets.as_ref().map_or(0.0, |offsets| offsets[group][lane].widen());
         let nest = self.nests.as_ref().map_or([1.0; 2], |nests| {
             let [scale, min] = nests[line(k / NEST, word * CODES / NEST)];
             [scale[lane].widen(), min[lane].widen()]
@@ -118,6 +118,7 @@ impl<E: Encoding> Packed<E> {
                 Offset::None => value * scale,
                 Offset::Zero => (value - offset) * scale,
                 Offset::Minimum => value * scale + offset * nest[1],
+                Offset::Bias => value * scale + offset,
             }
         })
     }

@@ -4,7 +4,7 @@
 //!
 //! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed.
 //! Arithmetic, which is part of the numerics: `y = Σ_blocks scale · Σ_k (values[code] - zero) · x` in f32,
-//! where few formats have a zero point and the difference is exact. Where groups have minima the sum is
+//! where few formats have a zero point and the difference is exact. Where groups have minima, or biases, the sum is
 //! `Σ_blocks Σ_k (values[code] · scale - minimum) · x`, of values rounded as the format says. The inner sum
 //! runs over at most 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds those
 //! in order of k. The order depends on k alone, so neither the number of rows in a call nor the number of
@@ -34,7 +34,7 @@ mod stored;
 
 pub use backend::{OnCuda, Own, Place, Prepare, Refuse, width_of};
 pub use cuda::{Engine, Levels, OnDevice, Width};
-pub use encoding::{Bytes, Encoding, NEST, Offset, Plain, Scale, Signed, Values, Zeros};
+pub use encoding::{Biases, Bytes, Encoding, NEST, Offset, Plain, Scale, Signed, Values, Zeros};
 pub use layout::{LEAST_GROUP, scale_group};
 pub use q4_simd::{E8m0, Widen};
-pub use stored::{Flat, Run, Stored, scales};
+pub use stored::{Flat, FlatWithBiases, Run, Stored, scales};

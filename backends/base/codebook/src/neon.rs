@@ -124,7 +124,7 @@ impl Lanes for Neon {
 
 /// Whether all that a code is worth is in one table.
 const fn by_quarters<E: Encoding>() -> bool {
-    !is_wide::<E>() && !matches!(E::OFFSET, Offset::Minimum)
+    !is_wide::<E>() && !matches!(E::OFFSET, Offset::Minimum | Offset::Bias)
 }
 
 /// Values of the 8 codes of four words at `p`, with `offset` if there are zero points: of even, and of odd k.

@@ -42,7 +42,7 @@ pub struct Packed<E: Encoding> {
     /// `[quads, k / group, blocks of the quad]`: a scale of each of 16 rows. Rows past n have zeroes.
     pub(crate) scales: Pages<[E::Scale; LANES]>,
     /// As the scales: zero points or minima.
-    pub(crate) offsets: Option<Pages<[u8; LANES]>>,
+    pub(crate) offsets: Option<Pages<[E::Offset; LANES]>>,
     /// `[quads, k / NEST, blocks of the quad]`: what scales, and the negative of what minima are multiplied
     /// by.
     pub(crate) nests: Option<Pages<[[f16; LANES]; 2]>>,
@@ -101,7 +101,7 @@ struct Quad<'a, E: Encoding> {
     codes: &'a mut [Line<u32>],
     high: &'a mut [Line<u32>],
     scales: &'a mut [[E::Scale; LANES]],
-    offsets: &'a mut [[u8; LANES]],
+    offsets: &'a mut [[E::Offset; LANES]],
     nests: &'a mut [[[f16; LANES]; 2]],
 }
 
@@ -131,7 +131,8 @@ pub fn pack<E: Encoding>(
     let mut high = is_wide::<E>().then(|| Pages::<Line<u32>>::zeroed(blocks * shared)).transpose()?;
     let mut scales = Some(Pages::<[E::Scale; LANES]>::zeroed(blocks * groups)?);
     let has_offsets = E::OFFSET != Offset::None;
-    let mut offsets = has_offsets.then(|| Pages::<[u8; LANES]>::zeroed(blocks * groups)).transpose()?;
+    let mut offsets =
+        has_offsets.then(|| Pages::<[E::Offset; LANES]>::zeroed(blocks * groups)).transpose()?;
     let mut nested = E::NESTED.then(|| Pages::<[[f16; LANES]; 2]>::zeroed(blocks * nests)).transpose()?;
     let count = blocks.div_ceil(QUAD);
     let mut parts = (

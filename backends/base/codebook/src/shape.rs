@@ -25,7 +25,7 @@ pub(crate) struct Place<E: Encoding> {
     /// Codes and their upper bits.
     pub codes: Codes,
     scales: *const E::Scale,
-    offsets: *const u8,
+    offsets: *const E::Offset,
     nests: *const [[f16; LANES]; 2],
     /// Lines from one to the next of the same block.
     step: usize,
@@ -55,7 +55,7 @@ impl<L: Vector> Group<L> {
     pub unsafe fn outer<E: Encoding>(&self) -> L::F {
         match E::OFFSET {
             // SAFETY: the caller's.
-            Offset::Minimum => unsafe { L::splat(1.0) },
+            Offset::Minimum | Offset::Bias => unsafe { L::splat(1.0) },
             _ => self.scale,
         }
     }
@@ -143,9 +143,10 @@ impl<E: Encoding> Place<E> {
             let scale = if E::NESTED { L::mul(scale, nest()[0]) } else { scale };
             let offset = match E::OFFSET {
                 Offset::None => L::splat(0.0),
-                Offset::Zero => L::mul(L::load_u8(self.offsets.add(at)), L::splat(-1.0)),
+                Offset::Zero => L::mul(E::Offset::load::<L>(self.offsets.add(at)), L::splat(-1.0)),
                 // What minima are multiplied by is kept negative.
-                Offset::Minimum => L::mul(L::load_u8(self.offsets.add(at)), nest()[1]),
+                Offset::Minimum => L::mul(E::Offset::load::<L>(self.offsets.add(at)), nest()[1]),
+                Offset::Bias => E::Offset::load::<L>(self.offsets.add(at)),
             };
             Group { scale, offset }
         }

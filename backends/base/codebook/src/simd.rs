@@ -58,6 +58,8 @@ impl<L: Vector> Tables<L> {
                 Offset::None => value,
                 Offset::Zero => L::add(value, group.offset),
                 Offset::Minimum => L::fma(value, group.scale, group.offset),
+                // Scales may be f32, under which a product is not exact.
+                Offset::Bias => L::add(L::mul(value, group.scale), group.offset),
             }
         }
     }

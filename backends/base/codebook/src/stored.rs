@@ -1,5 +1,5 @@
 //! Where weights come from: rows that are taken apart piece by piece.
-use crate::encoding::{Encoding, NEST, Plain, Scale, Zeros};
+use crate::encoding::{Biases, Encoding, NEST, Plain, Scale, Zeros};
 use crate::layout::{CODES, LEAST_GROUP, scale_group};
 use half::f16;
 use q4_core::NibbleOrder;
@@ -27,7 +27,7 @@ pub struct Run<E: Encoding> {
     /// Of each group.
     pub scales: [E::Scale; PIECE / LEAST_GROUP],
     /// Of each group.
-    pub offsets: [u8; PIECE / LEAST_GROUP],
+    pub offsets: [E::Offset; PIECE / LEAST_GROUP],
     /// What scales and what minima are multiplied by, for each [`NEST`].
     pub nests: [[f16; 2]; PIECE / NEST],
 }
@@ -38,7 +38,7 @@ impl<E: Encoding> Run<E> {
             codes: [0; _],
             high: [0; _],
             scales: [bytemuck::Zeroable::zeroed(); _],
-            offsets: [0; _],
+            offsets: [bytemuck::Zeroable::zeroed(); _],
             nests: [[f16::ZERO; 2]; _],
         }
     }
@@ -61,6 +61,14 @@ pub struct Flat<'a, S: Clone> {
     pub scales: Cow<'a, [S]>,
     /// One for each block, of weights with zero points.
     pub zeros: &'a [u8],
+}
+
+/// The same with biases, one for each block.
+pub struct FlatWithBiases<'a, S: Clone> {
+    /// What there is without them.
+    pub flat: Flat<'a, S>,
+    /// In the order of the scales.
+    pub biases: Cow<'a, [S]>,
 }
 
 /// Scales as they are stored; copied where they are not aligned.
@@ -101,6 +109,19 @@ impl<S: Scale + 'static> Stored<Plain<S>> for Flat<'_, S> {
         self.codes(row, from, len, &mut out.codes);
         for (to, at) in out.scales.iter_mut().zip(self.blocks(row, from, len)) {
             *to = self.scales[at];
+        }
+    }
+}
+
+impl<S: Scale + 'static> Stored<Biases<S>> for FlatWithBiases<'_, S> {
+    fn rows(&self) -> usize {
+        self.flat.rows
+    }
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<Biases<S>>) {
+        self.flat.codes(row, from, len, &mut out.codes);
+        let to = out.scales.iter_mut().zip(&mut out.offsets);
+        for ((scale, bias), at) in to.zip(self.flat.blocks(row, from, len)) {
+            (*scale, *bias) = (self.flat.scales[at], self.biases[at]);
         }
     }
 }

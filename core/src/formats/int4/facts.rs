@@ -1,41 +1,48 @@
 //! What an int4 matrix amounts to.
-use super::{Int4, ZERO};
+use super::{Int4, ZERO, Zeros};
 use crate::formats::facts::{Facts, SAMPLE, even};
-use crate::{Part, Result, SegmentData, read_floats};
+use crate::{Part, Result, SegmentData};
 
 pub(super) fn facts(format: &Int4, [n, k]: [usize; 2], data: &SegmentData<'_>) -> Result<Facts> {
     let codes = data.need(Part::Codes)?.as_bytes()?;
-    let zeros = match format.symmetric {
-        true => None,
-        false => Some(data.need(Part::Zeros)?.as_bytes()?),
+    let scales = format.floats(Part::Scales, data)?;
+    // Where zero is in each group, in codes.
+    let zeros = match format.zeros {
+        Zeros::Middle => vec![f64::from(ZERO); scales.len()],
+        Zeros::Points => data.need(Part::Zeros)?.as_bytes()?.iter().map(|zero| f64::from(*zero)).collect(),
+        Zeros::Biases => {
+            let zero = |(bias, scale): (f32, &f32)| match *scale {
+                0.0 => 0.0,
+                scale => -f64::from(bias) / f64::from(scale),
+            };
+            format.floats(Part::Zeros, data)?.into_iter().zip(&scales).map(zero).collect()
+        }
     };
-    let mut scales = vec![0.0f32; n * format.groups(k)];
-    read_floats(data.need(Part::Scales)?.as_bytes()?, format.scales, &mut scales);
     let largest = scales.iter().fold(0.0f32, |most, s| most.max(s.abs()));
     let mut counts = [0u64; 16];
-    let (mut amax, mut squares, mut sum) = (0.0f64, 0.0f64, 0i64);
+    let (mut amax, mut squares, mut sum) = (0.0f64, 0.0f64, 0.0f64);
     let (mut used, mut lost) = (0u64, 0usize);
     let (mut logs, mut logs_squared) = (0.0f64, 0.0f64);
     for (g, codes) in codes.chunks_exact((format.group as usize / 2).max(1)).enumerate() {
-        let zero = i64::from(zeros.map_or(ZERO, |zeros| zeros[g]));
         let mut here = [0u64; 16];
         for byte in codes {
             here[usize::from(byte & 15)] += 1;
             here[usize::from(byte >> 4)] += 1;
         }
-        let (mut far, mut square) = (0, 0);
+        let (mut far, mut square) = (0.0f64, 0.0f64);
         for (code, count) in here.iter().enumerate().filter(|(_, count)| **count > 0) {
-            let off = code as i64 - zero;
+            let off = code as f64 - zeros[g];
             far = far.max(off.abs());
-            square += off * off * *count as i64;
-            sum += off * *count as i64;
+            square += off * off * *count as f64;
+            // A negative scale turns codes round.
+            sum += (off * *count as f64).copysign(off * f64::from(scales[g]));
         }
         counts.iter_mut().zip(here).for_each(|(all, here)| *all += here);
         let scale = f64::from(scales[g].abs());
-        amax = amax.max(far as f64 * scale);
-        squares += square as f64 * scale * scale;
-        lost += usize::from(far > 0 && scale == 0.0);
-        if far > 0 && scale > 0.0 {
+        amax = amax.max(far * scale);
+        squares += square * scale * scale;
+        lost += usize::from(far > 0.0 && scale == 0.0);
+        if far > 0.0 && scale > 0.0 {
             used += 1;
             logs += scale.log2();
             logs_squared += scale.log2().powi(2);
@@ -50,7 +57,7 @@ pub(super) fn facts(format: &Int4, [n, k]: [usize; 2], data: &SegmentData<'_>) -
     }
     odd.extend(even(&counts));
     // Half a step and more, one way, in the mean of thousands: the weights of no model.
-    let mean = sum as f64 / elements as f64;
+    let mean = sum / elements as f64;
     if elements >= SAMPLE && mean.abs() > 0.5 {
         let message = format!(
             "codes are {mean:+.2} from their zero points in the mean, those of weights are about 0: zero points of \

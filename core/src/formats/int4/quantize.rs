@@ -1,5 +1,5 @@
 //! Quantising to int4 without zero points.
-use super::{Int4, ZERO, encoding, sample, storage};
+use super::{Int4, ZERO, Zeros, encoding, sample, storage};
 use crate::formats::nvfp4::Method;
 use crate::formats::quantize::{Encoder, Rows, parallel};
 use crate::formats::storage::Layout;
@@ -32,7 +32,7 @@ fn rounded(scale: f32, scales: DType) -> f32 {
 
 impl ToInt4 {
     fn format(&self) -> Int4 {
-        Int4 { group: self.group, scales: self.scales, symmetric: true }
+        Int4 { group: self.group, scales: self.scales, zeros: Zeros::Middle }
     }
 }
 
@@ -41,7 +41,7 @@ impl Encoder for ToInt4 {
         format!("int4 with scales for groups of {}", self.group)
     }
     fn schema(&self) -> Q4Schema {
-        encoding(self.group, self.scales, true)
+        encoding(self.group, self.scales, Zeros::Middle)
     }
     fn invalid(&self) -> Option<&'static str> {
         if self.group == 0 || !self.group.is_multiple_of(16) {

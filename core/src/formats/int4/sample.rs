@@ -1,11 +1,12 @@
 //! Weights made up in int4.
-use super::Int4;
+use super::{Int4, Zeros, zeros_of};
 use crate::formats::sample::{Draw, Edge, bytes_of, uniform};
 use crate::{DType, OwnedParts, Part, Q4Schema};
 
 /// Groups that checkpoints have; the last stands for one scale per out feature.
 pub(super) const GROUPS: [u32; 5] = [16, 32, 64, 128, 256];
 
+/// `zero` gives the zero point of a group, or near which one its bias puts zero.
 pub(super) fn parts(
     format: &Int4,
     [rows, k]: [usize; 2],
@@ -22,9 +23,14 @@ pub(super) fn parts(
         &shape,
         scales,
     );
-    match format.symmetric {
-        true => parts,
-        false => parts.with(Part::Zeros, DType::U8, &shape, groups.map(zero).collect()),
+    match format.zeros {
+        Zeros::Middle => parts,
+        Zeros::Points => parts.with(Part::Zeros, DType::U8, &shape, groups.map(zero).collect()),
+        Zeros::Biases => {
+            // Off every code.
+            let bias = |i| bytes_of(-(f32::from(zero(i)) + 0.25) * scale(i), format.scales);
+            parts.with(Part::Zeros, format.scales, &shape, groups.flat_map(bias).collect())
+        }
     }
 }
 
@@ -78,16 +84,16 @@ pub(super) fn every_code(format: &Int4, [n_factor, k_factor]: [usize; 2]) -> Edg
 
 /// Every group and type of scales, and zero points at the ends.
 pub(super) fn edges(name: &str, factors: [usize; 2]) -> Vec<Edge> {
-    let symmetric = name == "int4";
+    let zeros = zeros_of(name);
     let mut all = Vec::new();
     for scales in [DType::F16, DType::BF16, DType::F32] {
         for group in GROUPS {
-            let edge = every_code(&Int4 { group, scales, symmetric }, factors);
+            let edge = every_code(&Int4 { group, scales, zeros }, factors);
             all.push(Edge { id: format!("{}/{scales}", edge.id), ..edge });
         }
     }
-    for zero in [0, 15].into_iter().filter(|_| !symmetric) {
-        let format = Int4 { group: 128, scales: DType::F16, symmetric };
+    for zero in [0, 15].into_iter().filter(|_| zeros.are_stored()) {
+        let format = Int4 { group: 128, scales: DType::F16, zeros };
         let shape = [16usize.next_multiple_of(factors[0]), 256usize.next_multiple_of(factors[1])];
         let make = move || {
             let draw = Draw { seed: 0x1274, tame: true };
@@ -106,7 +112,7 @@ mod tests {
 
     #[test]
     fn every_code_meets_every_zero_point_and_scale_at_every_place() -> crate::Result<()> {
-        let format = Int4 { group: 32, scales: DType::F32, symmetric: false };
+        let format = Int4 { group: 32, scales: DType::F32, zeros: Zeros::Points };
         let edge = every_code(&format, [1, 1]);
         let ([rows, k], w) = (edge.shape, (edge.parts)()?);
         let (codes, zeros) = (w.bytes(Part::Codes), w.bytes(Part::Zeros));

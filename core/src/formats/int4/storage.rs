@@ -1,7 +1,7 @@
 //! The layouts that int4 is stored in.
-use super::Int4;
+use super::{Int4, Zeros};
 use crate::formats::storage::{Content, Described, Detected, LayerKeys, Layout, Probe, Rule, Tensor, Words};
-use crate::formats::{Lack, Q4Schema};
+use crate::formats::{Lack, Q4Schema, mlx};
 use crate::parts::write_floats;
 use crate::{DType, OwnedParts, Part, Result, SegmentData, read_floats};
 
@@ -13,11 +13,12 @@ pub(super) fn described(format: &Int4) -> Described {
         strategy: "group",
         group_size: format.group,
         scale_dtype: None,
-        symmetric: format.symmetric,
+        symmetric: format.zeros == Zeros::Middle,
     }
 }
 
-pub(super) static RULES: [Rule; 3] = [
+pub(super) static RULES: [Rule; 4] = [
+    Rule { layout: Layout::Mlx, is_there: |p| mlx::group(p) == Some(None), read: |p, _| Ok(affine(p)) },
     Rule { layout: Layout::CompressedTensors, is_there: is_compressed_tensors, read: |p, _| Ok(read(p)) },
     Rule {
         layout: Layout::Gptq,
@@ -59,7 +60,7 @@ fn read(p: &mut Probe<'_>) -> Option<Detected> {
             );
         }
     }
-    let symmetric = zeros.is_none();
+    let zeros = if zeros.is_some() { Zeros::Points } else { Zeros::Middle };
     for foreign in ["weight_global_scale", "input_global_scale"] {
         if p.has(foreign) {
             p.problem(foreign, "none beside int4 weights", "a tensor");
@@ -72,7 +73,7 @@ fn read(p: &mut Probe<'_>) -> Option<Detected> {
         zeros: p.key("weight_zero_point"),
         ..LayerKeys::default()
     };
-    let schema = Q4Schema::Int4(Int4 { group: u32::try_from(k / groups).ok()?, scales, symmetric });
+    let schema = Q4Schema::Int4(Int4 { group: u32::try_from(k / groups).ok()?, scales, zeros });
     Some(Detected { layout: Layout::CompressedTensors, schema, n, k, keys, nested_offset: 0.0 })
 }
 
@@ -119,14 +120,46 @@ fn of_words(p: &mut Probe<'_>, layout: Layout) -> Option<Detected> {
         zeros: p.key("qzeros"),
         ..LayerKeys::default()
     };
-    let (group, symmetric) = (u32::try_from(k / groups).ok()?, keys.zeros.is_none());
-    let schema = Q4Schema::Int4(Int4 { group, scales: dtype, symmetric });
+    let zeros = if keys.zeros.is_some() { Zeros::Points } else { Zeros::Middle };
+    let group = u32::try_from(k / groups).ok()?;
+    let schema = Q4Schema::Int4(Int4 { group, scales: dtype, zeros });
     Some(Detected { layout, schema, n, k, keys, nested_offset: 0.0 })
+}
+
+/// MLX's affine mode: a bias beside every scale.
+fn affine(p: &mut Probe<'_>) -> Option<Detected> {
+    let [n, half] = p.matrix("weight", &[DType::U8])?;
+    let k = 2 * half;
+    let grid = p.matrix("scales", &[DType::F16, DType::BF16, DType::F32])?;
+    let scales = p.meta("scales").and_then(|meta| meta.dtype)?;
+    let [rows, groups] = grid;
+    if rows != n || !k.is_multiple_of(groups) || !(k / groups).is_multiple_of(16) {
+        let need =
+            format!("[{n}, groups of a multiple of 16 in {k} in features] for weight [{n}, {}]", k / 8);
+        p.problem("scales", &need, &format!("{grid:?}"));
+        return None;
+    }
+    let biases = p.matrix("biases", &[scales])?;
+    if biases != grid {
+        p.problem("biases", &format!("{grid:?}, as scales have"), &format!("{biases:?}"));
+    }
+    let keys = LayerKeys {
+        weight: p.key("weight")?,
+        scales: p.key("scales"),
+        zeros: p.key("biases"),
+        ..LayerKeys::default()
+    };
+    let group = u32::try_from(k / groups).ok()?;
+    let schema = Q4Schema::Int4(Int4 { group, scales, zeros: Zeros::Biases });
+    Some(Detected { layout: Layout::Mlx, schema, n, k, keys, nested_offset: 0.0 })
 }
 
 /// The tensors that writers of a layout store.
 pub(super) fn tensors(format: &Int4, layout: Layout, [n, k]: [usize; 2]) -> Option<Vec<Tensor>> {
     let (one, part, groups) = (Tensor::new, Content::Part, format.groups(k));
+    if format.zeros == Zeros::Biases {
+        return None;
+    }
     Some(match layout {
         Layout::CompressedTensors => {
             let mut all = vec![
@@ -134,7 +167,7 @@ pub(super) fn tensors(format: &Int4, layout: Layout, [n, k]: [usize; 2]) -> Opti
                 one("weight_scale", part(Part::Scales), format.scales, &[n, groups]),
                 one("weight_shape", Content::Shape([n, k]), DType::I64, &[2]),
             ];
-            if !format.symmetric {
+            if format.zeros == Zeros::Points {
                 let shape = [n.div_ceil(8), groups];
                 all.push(one("weight_zero_point", Content::ZeroWords, DType::I32, &shape));
             }
@@ -176,7 +209,7 @@ pub(super) const GROUPS: [u32; 4] = [16, 32, 64, 128];
 /// What keeps any matrix `[n, k]` out of a layout.
 pub(super) fn lacks_shape(format: &Int4, layout: Layout, [n, k]: [usize; 2]) -> Option<(Part, &'static str)> {
     if layout == Layout::Gguf {
-        let is_q4_0 = format.symmetric && format.group == 32;
+        let is_q4_0 = format.zeros == Zeros::Middle && format.group == 32;
         (!is_q4_0).then_some((Part::Scales, "groups of 32 without zero points, which Q4_0 is"))
     } else if !matches!(layout, Layout::Gptq | Layout::Awq) {
         None
@@ -197,7 +230,7 @@ pub(super) fn lacks(
     data: &SegmentData<'_>,
 ) -> Result<Option<Lack>> {
     if let Some((part, need)) = lacks_shape(format, layout, shape) {
-        let zeros = if format.symmetric { "" } else { ", with zero points" };
+        let zeros = if format.zeros == Zeros::Middle { "" } else { ", with zero points" };
         let have = format!("[{n}, {k}] in groups of {}{zeros}", format.group);
         return Ok(Some(Lack { part, need, have }));
     }
@@ -231,7 +264,7 @@ pub(super) fn lacks(
 
 /// Parts with the type of scales that `to` has, and without zero points where it has none.
 pub(super) fn recast(format: &Int4, to: &Int4, parts: OwnedParts) -> OwnedParts {
-    let parts = if to.symmetric { parts.without(Part::Zeros) } else { parts };
+    let parts = if to.zeros == Zeros::Middle { parts.without(Part::Zeros) } else { parts };
     if to.scales == format.scales {
         return parts;
     }

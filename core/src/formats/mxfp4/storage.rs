@@ -1,5 +1,6 @@
 //! The layouts that MXFP4 is stored in.
 use super::{BLOCK, ENCODING};
+use crate::formats::mlx;
 use crate::formats::storage::{Content, Described, Detected, LayerKeys, Layout, Probe, Rule, Tensor};
 use crate::{DType, Part};
 
@@ -13,8 +14,17 @@ pub(super) const DESCRIBED: Described = Described {
     symmetric: true,
 };
 
-pub(super) static RULES: [Rule; 1] =
-    [Rule { layout: Layout::CompressedTensors, is_there: is_compressed_tensors, read: |p, _| Ok(read(p)) }];
+pub(super) static RULES: [Rule; 2] = [
+    Rule { layout: Layout::CompressedTensors, is_there: is_compressed_tensors, read: |p, _| Ok(read(p)) },
+    Rule {
+        layout: Layout::Mlx,
+        is_there: |p| mlx::group(p) == Some(Some(BLOCK)),
+        read: |p, _| {
+            let Some(([n, k], keys)) = mlx::read(p, BLOCK) else { return Ok(None) };
+            Ok(Some(Detected { layout: Layout::Mlx, schema: ENCODING, n, k, keys, nested_offset: 0.0 }))
+        },
+    },
+];
 
 /// The names of compressed-tensors with scales for 32: NVFP4 has as many again, of another type, and one for
 /// the tensor.

@@ -1,7 +1,7 @@
 //! The layouts that NVFP4 is stored in.
 use super::{BLOCK, RowMajor, Swizzled128x4, encoding};
 use crate::formats::storage::{Content, Described, Detected, LayerKeys, Layout, Probe, Rule, Tensor};
-use crate::formats::{fp8, int4, mxfp4, swizzle};
+use crate::formats::{fp8, int4, mlx, mxfp4, swizzle};
 use crate::{Convention, DType, Part};
 
 pub(super) const DESCRIBED: Described = Described {
@@ -14,7 +14,17 @@ pub(super) const DESCRIBED: Described = Described {
     symmetric: true,
 };
 
-pub(super) static RULES: [Rule; 4] = [
+pub(super) static RULES: [Rule; 5] = [
+    Rule {
+        layout: Layout::Mlx,
+        // Scales of bytes in blocks that nobody has are told as these.
+        is_there: |p| mlx::group(p).flatten().is_some_and(|group| group != mxfp4::BLOCK),
+        read: |p, _| {
+            let Some(([n, k], keys)) = mlx::read(p, BLOCK) else { return Ok(None) };
+            let schema = encoding(RowMajor, None);
+            Ok(Some(Detected { layout: Layout::Mlx, schema, n, k, keys, nested_offset: 0.0 }))
+        },
+    },
     Rule {
         layout: Layout::CompressedTensors,
         is_there: |p| {

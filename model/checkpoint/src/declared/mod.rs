@@ -5,6 +5,7 @@
 mod compressed;
 mod fp8;
 mod int4;
+mod mlx;
 mod modelopt;
 mod patterns;
 
@@ -40,6 +41,8 @@ pub enum Method {
     Awq,
     /// FP8 as transformers writes it.
     Fp8,
+    /// MLX.
+    Mlx,
 }
 
 /// The quantisation a checkpoint declares.
@@ -162,12 +165,10 @@ impl Declaration {
                 None if c.get("quant_algo").is_some() || c.get("quantization").is_some() => {
                     Some("modelopt".into())
                 }
+                // MLX alone names none.
+                None if c.get("bits").is_some() && c.get("group_size").is_some() => Some("mlx".into()),
                 None => {
-                    // MLX alone names none.
-                    let is_mlx = c.get("bits").is_some() && c.get("group_size").is_some();
-                    let need =
-                        if is_mlx { "the name of a tool: MLX is not read" } else { "the name of a tool" };
-                    return Err(refuse(CONFIG, "quant_method", need, c.get("quant_method")));
+                    return Err(refuse(CONFIG, "quant_method", "the name of a tool", c.get("quant_method")));
                 }
             },
         };
@@ -197,6 +198,7 @@ impl Declaration {
             (Some("awq"), Some(c), _) => int4::awq(c),
             (Some("auto-round" | "intel/auto-round"), Some(c), _) => int4::auto_round(c),
             (Some("fp8"), Some(c), _) => fp8::read(c),
+            (Some("mlx"), Some(c), _) => mlx::read(c),
             (Some("torchao"), ..) => Ok(Self { method: Method::TorchAo, ..Self::none() }),
             (Some(other), ..) => {
                 let need =
@@ -248,6 +250,17 @@ impl Declaration {
         Ok(patterns::first(&self.groups, layer)?.map(|group| group.activations).or(self.activations))
     }
 
+    /// Says of module `other` what is said of `module` by name.
+    pub(super) fn alike(&mut self, module: &str, other: &str) {
+        for group in &mut self.groups {
+            if let Targets::Named(names) = &mut group.targets
+                && names.contains(module)
+            {
+                names.insert(other.to_owned());
+            }
+        }
+    }
+
     /// Refuses a layer whose layout another tool writes, or whose format is not the one declared.
     pub(super) fn check(&self, layer: &str, found: &Detected) -> Result<()> {
         let layout = found.layout;
@@ -293,6 +306,7 @@ impl Declaration {
             Method::TorchAo => matches!(layout, Layout::TorchAo | Layout::Dense),
             Method::Gptq => matches!(layout, Layout::Gptq | Layout::Dense),
             Method::Awq => matches!(layout, Layout::Awq | Layout::Dense),
+            Method::Mlx => matches!(layout, Layout::Mlx | Layout::Dense),
         };
         if fits {
             return Ok(());

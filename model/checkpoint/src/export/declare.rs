@@ -12,6 +12,8 @@ use q4_core::{Code, DType, Error, Result};
 use serde_json::{Map, Value, json};
 
 const QUANTIZATION: &str = "quantization_config";
+/// What MLX calls it, beside the usual name.
+const OF_MLX: &str = "quantization";
 const HF_QUANT: &str = "hf_quant_config.json";
 
 /// Copied as they are, where the original has them.
@@ -62,7 +64,7 @@ pub(super) fn files(
         dense: dense_layers(matrices().all(|m| m.layer != head).then_some(head), kept),
     };
     let config = config(checkpoint)?;
-    let quantised = config.parsed.get(QUANTIZATION);
+    let quantised = config.parsed.get(QUANTIZATION).or(config.parsed.get(OF_MLX));
     if let Some(there) = quantised {
         return Err(Error::new(Code::ConfigInvalid, "config.json")
             .need("a JSON object that is not quantised")
@@ -109,6 +111,7 @@ impl Declared {
                 .fix("another layout, or a dense head"));
         }
         others.push((QUANTIZATION, self.quantization_config()));
+        others.push((OF_MLX, Value::Null));
         let mut files = vec![("config.json".to_owned(), with_members(&config.text, &others).into_bytes())];
         if self.layout == Layout::ModelOpt {
             let quantization = json!({

@@ -4,7 +4,8 @@
 //! other character stays.
 use serde_json::Value;
 
-/// `text`, a valid JSON object, without its fields of the names in `fields`, and with those at its end.
+/// `text`, a valid JSON object, without its fields of the names in `fields`, and with those at its end that
+/// are not null.
 pub(super) fn with_members(text: &str, fields: &[(&str, Value)]) -> String {
     let replaced = |member: &&str| fields.iter().any(|(name, _)| name_of(member).as_deref() == Some(*name));
     let mut members: Vec<String> =
@@ -12,7 +13,7 @@ pub(super) fn with_members(text: &str, fields: &[(&str, Value)]) -> String {
     if let Some(last) = members.last_mut() {
         last.truncate(last.trim_end().len());
     }
-    for (name, value) in fields {
+    for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
         let value = format!("{value:#}").replace('\n', "\n  ");
         members.push(format!("\n  \"{name}\": {value}"));
     }
@@ -65,6 +66,7 @@ mod tests {
         let escaped = with_members(r#"{"\u0071": 1, "q": 2, "r": 3}"#, &[("q", json!(4))]);
         assert_eq!(escaped, "{ \"r\": 3,\n  \"q\": 4\n}\n");
         assert_eq!(with_members("{}", &[("q", json!(true))]), "{\n  \"q\": true\n}\n");
+        assert_eq!(with_members(r#"{"a": 1, "q": 2}"#, &[("q", Value::Null)]), "{\"a\": 1\n}\n");
         let last = with_members("{\"a\": 1, \"q\": 2 }", &[("q", json!(3))]);
         assert_eq!(last, "{\"a\": 1,\n  \"q\": 3\n}\n");
     }

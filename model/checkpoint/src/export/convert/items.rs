@@ -46,7 +46,7 @@ struct Packed<'a> {
 
 /// Ends of names that only parts of quantised layers have: one that belongs to no layer we know means
 /// something else in another layout, or nothing.
-const MARKS: [&str; 14] = [
+const MARKS: [&str; 15] = [
     "_scale",
     "_scale_2",
     "_scale_inv",
@@ -60,6 +60,7 @@ const MARKS: [&str; 14] = [
     "qweight",
     "qzeros",
     ".scales",
+    ".biases",
     "__nf4",
 ];
 

@@ -116,7 +116,7 @@ pub fn convert(
     progress: &mut dyn FnMut(Progress<'_>) -> Result<()>,
 ) -> Result<Report> {
     let layout = conversion.layout;
-    if matches!(layout, Layout::TorchAo | Layout::Fp8 | Layout::Dense) {
+    if matches!(layout, Layout::TorchAo | Layout::Mlx | Layout::Fp8 | Layout::Dense) {
         return Err(Error::new(Code::Usage, format!("layout {} is not written", layout.as_str()))
             .need("modelopt, compressed-tensors, bitsandbytes, gptq, awq, gguf or dat"));
     }
