@@ -7,8 +7,9 @@ use super::Tch;
 use super::adapter::Adapter;
 use super::executor::{LowRank, TorchCache, TorchExecutor, TorchLinear, TorchNorm, Weight};
 use super::kernels::Kernels;
+pub use super::laid::Rows;
 use super::laid::{Laid, LaidTarget};
-use super::loss::{self, Target};
+use super::loss;
 use super::phases::Phases;
 use super::ranks::Team;
 use super::weights::{BLOCK, FIRST, Params, Role, Source};
@@ -26,22 +27,6 @@ mod ask;
 mod shared;
 
 use shared::{Bucket, OnTheWay};
-
-/// One micro-batch, as [`crate::data::Batch`] has it.
-pub struct Rows<'a> {
-    /// Sequences.
-    pub rows: usize,
-    /// Tokens of each.
-    pub seq: usize,
-    /// `[rows * seq]`.
-    pub ids: &'a [u32],
-    /// Positions to rotate by.
-    pub positions: &'a [i64],
-    /// Documents that must not see each other; `None`: a row is one.
-    pub documents: Option<&'a [i32]>,
-    /// What is predicted.
-    pub target: Target<'a>,
-}
 
 /// Whose norm the clip limit is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

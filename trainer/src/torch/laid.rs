@@ -2,13 +2,28 @@
 //! attention is computed within documents alone, by kernels that know no masks, and what pads a row is not
 //! computed at all.
 use super::Tch;
-use super::engine::Rows;
 use super::executor::Group;
 use super::loss::{IGNORE, Target};
 use q4_core::Result;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use tch::Tensor;
+
+/// One micro-batch, as [`crate::data::Batch`] has it.
+pub struct Rows<'a> {
+    /// Sequences.
+    pub rows: usize,
+    /// Tokens of each.
+    pub seq: usize,
+    /// `[rows * seq]`.
+    pub ids: &'a [u32],
+    /// Positions to rotate by.
+    pub positions: &'a [i64],
+    /// Documents that must not see each other; `None`: a row is one.
+    pub documents: Option<&'a [i32]>,
+    /// What is predicted.
+    pub target: Target<'a>,
+}
 
 /// Lengths are rounded up to multiples of one of these: groups cost calls, rounding costs tokens.
 const UNITS: [usize; 5] = [16, 8, 4, 2, 1];

@@ -238,6 +238,7 @@ impl<const B: usize> Parts<B> {
                         Offset::None => values[n],
                         Offset::Zero => _mm256_add_ps(values[n], offset),
                         Offset::Minimum => _mm256_fmadd_ps(values[n], scale, offset),
+                        Offset::Bias => _mm256_add_ps(_mm256_mul_ps(values[n], scale), offset),
                     };
                 }
             }
