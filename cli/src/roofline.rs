@@ -266,6 +266,7 @@ fn dot_product(named: Option<Isa>) -> Option<Dots> {
 }
 
 /// The matrix unit there is: 16 x 16 x 32 products an instruction.
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only x86 has one"))]
 fn tile_product(named: Option<Isa>) -> Option<Dots> {
     #[cfg(target_arch = "x86_64")]
     {
