@@ -209,17 +209,20 @@ fn dot_product(named: Option<Isa>) -> Option<Dots> {
             acc.iter().map(|v| _mm256_extract_epi32::<0>(*v)).fold(0, i32::wrapping_add) as f32
         }
         let may = |isa: Isa| isa.is_available() && named.is_none_or(|named| named == isa);
-        // SAFETY of all: the feature was found on this processor.
         if may(Isa::Avx512Vnni) || may(Isa::Amx) {
+            // SAFETY: the feature was found on this processor.
             return Some((64, |x| unsafe { wide(x) }));
         }
         if named.is_none() && std::arch::is_x86_feature_detected!("avxvnni") {
+            // SAFETY: as above.
             return Some((32, |x| unsafe { narrow(x) }));
         }
         if may(Isa::Avx512) {
+            // SAFETY: as above.
             return Some((64, |x| unsafe { wide_pairs(x) }));
         }
         if may(Isa::Avx2) {
+            // SAFETY: as above.
             return Some((32, |x| unsafe { narrow_pairs(x) }));
         }
     }
