@@ -89,12 +89,16 @@ class Q4(Program):
         super().__init__(f"q4 {format} {activations}", shape)
         self.format, self.activations, self.long = format, activations, long
 
+    def model(self, _args):
+        """Words that name the model: random weights of its own."""
+        return ["--shape", self.shape, "--format", self.format]
+
     def measure(self, args, decode, repetitions):
         """A prompt and decoding, or those of `long` tokens."""
         depths = ["--depth", self.long] if self.long else []
         command = [args.q4, "--json", "--threads", args.threads, "--compute", "kernel-only", "--activations",
-                   self.activations, "bench", "--shape", self.shape, "--format", self.format,
-                   "--prefill", self.long or PREFILL, "--decode", decode, *depths, "-r", repetitions, "--no-warm-up"]
+                   self.activations, "bench", *self.model(args), "--prefill", self.long or PREFILL,
+                   "--decode", decode, *depths, "-r", repetitions, "--no-warm-up"]
         lines, peak = run(command, args)
         body = json.loads(lines[-1][1])
         for row in body["results"]:
@@ -112,6 +116,13 @@ class Q4(Program):
         self.add(what, row["median"])
         self.add(what + " floor", row["roofline"])
         self.add(what + " fraction", row["fraction"])
+
+
+class Q4File(Q4):
+    """The file that llama.cpp reads too; `format` is the type of its linear layers."""
+
+    def model(self, args):
+        return [args.cache / f"{self.shape}-{self.format}.gguf"]
 
 
 class Llama(Program):

@@ -81,7 +81,9 @@ llama_for() { # ISA
     *) build build -mno-amx-int8 llama-bench ;;
     esac || return
     for shape in "${shapes[@]}"; do
-        gguf "$cache/llama_cpp_python-$llama_version/vendor/llama.cpp" "$shape" Q4_0 || return
+        for type in Q4_0 Q4_K; do
+            gguf "$cache/llama_cpp_python-$llama_version/vendor/llama.cpp" "$shape" "$type" || return
+        done
     done
 }
 
@@ -94,19 +96,24 @@ gguf() { # SOURCE SHAPE TYPE
     PYTHONPATH=$1/gguf-py model "qwen3-$2-$3.gguf" "$python" bench/gguf_model.py "qwen3-$2" "$3"
 }
 
-openvino() {
+openvino() { # SHAPE...
     "$python" -c 'import openvino' 2>/dev/null ||
         "$python" -m pip install --quiet "openvino==$openvino_version" || return
-    model qwen3-0.6b-int4.xml "$python" bench/openvino_model.py qwen3-0.6b
+    local shape
+    for shape in "$@"; do
+        model "qwen3-$shape-int4.xml" "$python" bench/openvino_model.py "qwen3-$shape" || return
+    done
 }
 
 without=()
 if [[ -n $isa ]]; then
     { ((peers)) && tools && llama_for "$isa"; } || without+=(llama.cpp)
+    # It cannot be held to a set, and takes all that the processor has.
+    [[ $isa != avx512vnni ]] || { ((peers)) && openvino "${shapes[@]}"; } || without+=(OpenVINO)
 elif ((peers)); then
     tools && llama || without+=(llama.cpp)
     # Held back from AMX it would not run as on a processor without it.
-    ((without_amx)) || { [[ -x $python ]] && openvino; } || without+=(OpenVINO)
+    ((without_amx)) || { [[ -x $python ]] && openvino 0.6b; } || without+=(OpenVINO)
 else
     without+=(llama.cpp OpenVINO)
 fi

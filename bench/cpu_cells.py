@@ -1,5 +1,5 @@
-"""Runs q4 held to one instruction set beside llama.cpp built for the same, in turns, and writes a row for each cell
-of shape, format, activations and phase. bench/cpu.sh --isa NAME prepares what this needs."""
+"""Runs q4 held to one instruction set beside the peer of each format, built for the same, in turns, and writes a row
+for each cell of shape, format, activations and phase. bench/cpu.sh --isa NAME prepares what this needs."""
 
 import contextlib
 import io
@@ -16,7 +16,15 @@ import rows
 # Instruction sets, and where the llama.cpp that was built for the same is.
 SETS = {"avx512vnni": "build", "avx2": "build-avx2"}
 SHAPES = ["qwen3-0.6b", "qwen3-4b"]
-RUNS = [("nvfp4", "native"), ("nvfp4", "int8"), ("nf4", "native"), ("nf4", "int8")]
+# Formats, their activations, and who is beside them: llama.cpp with a type of its own, and OpenVINO, which multiplies
+# int4 groups of 128 and cannot be held to a set.
+RUNS = [
+    ("nvfp4", "native", ["Q4_0"]), ("nvfp4", "int8", ["Q4_0", "OpenVINO"]),
+    ("nf4", "native", ["Q4_0"]), ("nf4", "int8", ["Q4_0"]),
+    ("Q4_0.gguf", "native", ["Q4_0"]), ("Q4_0.gguf", "int8", ["Q4_0"]),
+    ("Q4_K.gguf", "native", ["Q4_K"]), ("Q4_K.gguf", "int8", ["Q4_K"]),
+    ("int4", "native", ["OpenVINO"]), ("int4", "int8", ["OpenVINO"]),
+]
 LONG = 4096
 # Phases as cpu.py calls them and as rows do.
 PHASES = {
@@ -26,56 +34,114 @@ PHASES = {
 # Tokens to decode, samples a run, rounds; of long contexts, which take minutes each.
 SHORT_PLAN = {"qwen3-4b": (16, 1, 3), "qwen3-0.6b": (48, 3, 4)}
 LONG_PLAN = {"qwen3-4b": (16, 1, 1), "qwen3-0.6b": (48, 1, 2)}
-DECODE, PROMPT = 0.85, {"native": 0.85, "int8": 0.65}
+# Formats that long contexts are measured with.
+LONG_FORMATS = {"nvfp4", "nf4"}
+# Of the floor; of the rate without what is in the cache.
+DECODE, PROMPT, DEEP = 0.85, {"native": 0.85, "int8": 0.65}, 0.7
 OUT = rows.ROOT / "bench/results/cpu-cells.json"
 
 
 def programs(args, long):
-    """A peer of each shape, and ours."""
+    """Peers of each shape, and ours."""
     all_ = []
     for shape in SHAPES:
         if args.shape not in (None, shape):
             continue
-        if "llama.cpp" not in args.without:
-            all_.append(cpu.Llama(shape, "Q4_0", False, SETS[args.isa], long))
-        all_ += [cpu.Q4(shape, *run, long) for run in RUNS]
-    return [p for p in all_ if re.search(args.only or "", p.name)]
+        mine, wanted = [], set()
+        for format, activations, peers in runs(args.isa, long):
+            program = ours(shape, format, activations, long)
+            if re.search(args.only or "", program.name):
+                mine.append(program)
+                wanted.update(name for name in peers if who(name) not in args.without)
+        all_ += [peer(shape, name, args, long) for name in sorted(wanted)] + mine
+    return all_
+
+
+def runs(isa, long):
+    """Those of an instruction set, with the peers that there are."""
+    return [(format, activations, [p for p in peers if p != "OpenVINO" or isa == "avx512vnni" and not long])
+            for format, activations, peers in RUNS if not long or format in LONG_FORMATS]
+
+
+def ours(shape, format, activations, long):
+    if format.endswith(".gguf"):
+        return cpu.Q4File(shape, format.removesuffix(".gguf"), activations, long)
+    return cpu.Q4(shape, format, activations, long)
+
+
+def peer(shape, name, args, long):
+    return cpu.OpenVino(shape) if name == "OpenVINO" else cpu.Llama(shape, name, False, SETS[args.isa], long)
+
+
+def who(name):
+    """Whose a peer is, by the name it has in RUNS."""
+    return name if name == "OpenVINO" else "llama.cpp"
+
+
+def key(isa, p):
+    """Of a program, as `cells` looks for it."""
+    if isinstance(p, cpu.OpenVino):
+        return isa, p.shape, "OpenVINO"
+    if isinstance(p, cpu.Llama):
+        return isa, p.shape, p.type_name
+    return isa, p.shape, p.format + ".gguf" * isinstance(p, cpu.Q4File), p.activations
 
 
 def cells(measured, others, spoilt):
-    """A row for each cell of every set: from this run, from `others` where they are kept, or why there is none."""
-    for isa, shape, run, (what, name) in itertools.product(SETS, SHAPES, RUNS, PHASES.items()):
-        q4, peer = measured.get((isa, shape, *run)), measured.get((isa, shape))
-        for row in cell("-".join((isa, shape, *run, name)), what, q4, peer):
-            name, value, *rest = row
+    """Rows for each cell of every set: from this run, from `others` where they are kept, or why there are none."""
+    for isa, shape, (what, phase) in itertools.product(SETS, SHAPES, PHASES.items()):
+        for format, activations, names in runs(isa, str(LONG) in phase):
+            q4 = measured.get((isa, shape, format, activations))
+            beside = {name: measured.get((isa, shape, name)) for name in names}
             tried = q4 and (q4.refused or q4.median(what))
-            if tried:
-                print(f"{name:<58}{'-' if value is None else value:>8}  {rest[0]}; need {rest[1]}")
-            if name in others and (spoilt or not tried):
-                rows.ROWS.append(others[name])
-            elif tried:
-                no_peer = peer and peer.refused or "llama.cpp did not run beside it"
-                rows.row(name, None if spoilt else value, *rest, spoilt or q4.refused or no_peer)
-            else:
-                rows.row(*row, f"bench/cpu.sh --isa {isa} did not measure it")
+            for title, value, *rest, why in cell(isa, shape, format, activations, phase, what, q4, beside):
+                if tried:
+                    print(f"{title:<62}{'-' if value is None else value:>8}  {rest[0]}; need {rest[1]}")
+                if title in others and (spoilt or not tried):
+                    rows.ROWS.append(others[title])
+                elif tried:
+                    rows.row(title, None if spoilt else value, *rest, spoilt or q4.refused or why)
+                else:
+                    rows.row(title, None, *rest, f"bench/cpu.sh --isa {isa} did not measure it")
 
 
-def cell(name, what, q4, peer):
-    """The rate, its share of the floor, and how many times the peer's it is: as far as there are such."""
+def cell(isa, shape, format, activations, phase, what, q4, beside):
+    """The rate, its share of the floor, of that without a context, and of the peers' rates: as far as there are such."""
+    title = "-".join((isa, shape, format, activations, phase))
     value, share = (q4 and q4.median(w) for w in (what, what + " fraction"))
-    theirs = peer and peer.median(what)
-    ratio = value / theirs if value and theirs else None
-    if what.startswith("decode"):
-        limit, bar, lead = "reads and arithmetic allow", DECODE, "> 1"
+    decodes, deep = what.startswith("decode"), str(LONG) in what
+    if decodes:
+        limit, bar = "reads and arithmetic allow", DECODE
     else:
-        activations = "int8" if "-int8-" in name else "native"
         instructions = {"int8": "dots", "native": "multiply-adds"}[activations]
-        limit, bar, lead = f"reads and {instructions} allow", PROMPT[activations], "no bound"
-    return [
-        (name, value and round(value, 2), "tok/s", "no bound"),
-        (f"{name}-of-floor", share and round(share, 3), f"of what {limit}", f">= {bar}"),
-        (f"{name}-of-llama.cpp", ratio and round(ratio, 3), "of the rate of llama.cpp Q4_0", lead),
-    ]
+        limit, bar = f"reads and {instructions} allow", PROMPT[activations]
+    yield title, value and round(value, 2), "tok/s", "no bound", None
+    yield f"{title}-of-floor", share and round(share, 3), f"of what {limit}", f">= {bar}", None
+    if deep:
+        short = q4 and q4.median("decode" if decodes else "prefill")
+        unit = "of the rate at position 0" if decodes else f"of the rate of a prompt of {cpu.PREFILL}"
+        yield f"{title}-of-short", value and short and round(value / short, 3), unit, f">= {DEEP}", "it did not run"
+    for name, other in beside.items():
+        theirs = other and other.median(what)
+        ratio = round(value / theirs, 3) if value and theirs else None
+        unit = f"of the rate of {who(name)}, {'int4 groups of 128' if name == 'OpenVINO' else name}"
+        why = other and other.refused or f"{who(name)} did not run beside it"
+        yield f"{title}-of-{who(name)}", ratio, unit, lead(format, activations, name, decodes, deep), why
+
+
+def lead(format, activations, name, decodes, deep):
+    """How many times the peer's rate is promised. Peers multiply int8 inputs, whatever they are given."""
+    if deep:
+        return ">= 2"
+    if format == "nvfp4" and name == "OpenVINO":
+        return "no bound" if decodes else "> 1"
+    if format.endswith(".gguf"):
+        return ">= 1" if decodes else {"int8": ">= 1.5", "native": "no bound"}[activations]
+    if format == "int4":
+        return "no bound" if activations == "native" and not decodes else ">= 1"
+    if decodes:
+        return "> 1"
+    return ">= 2" if (format, activations) == ("nvfp4", "int8") else "> 1, or a floor that is behind"
 
 
 def kept(path, versions):
@@ -119,14 +185,14 @@ def main():
             mine = isinstance(p, cpu.Q4)
             if mine and not p.refused and p.facts["isa"] != args.isa:
                 sys.exit(f"{p.name} ran on {p.facts['isa']}, not on {args.isa}")
-            key = (args.isa, p.shape, p.format, p.activations) if mine else (args.isa, p.shape)
-            if key in measured:
-                measured[key].series.update(p.series)
+            at = key(args.isa, p)
+            if at in measured:
+                measured[at].series.update(p.series)
             else:
-                measured[key] = p
+                measured[at] = p
     share = bystanders.share()
     of_all = cpu.versions(list(measured.values()), args)
-    versions = {k: of_all[k] for k in ("q4", "rustc", "c++", "llama.cpp")}
+    versions = {k: of_all[k] for k in ("q4", "rustc", "c++", "llama.cpp", "openvino")}
     others = kept(args.out, versions)
     spoilt = None
     if share is None or share > cpu.Bystanders.ALLOWED:
