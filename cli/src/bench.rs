@@ -200,6 +200,7 @@ fn synthetic_subject(
             rule: q4_core::Rule::ModelOpt,
             global: q4_core::ActGlobal::None,
         }),
+        ActivationRequest::Fp8 => Activations::Fp8(q4_core::Fp8Inputs::PerRow),
         ActivationRequest::Auto | ActivationRequest::Native => Activations::Native,
     };
     let recipe = Recipe {

@@ -46,6 +46,8 @@ choices! {
         Int8,
         /// NVFP4.
         Nvfp4,
+        /// FP8 of FP8 weights, as the checkpoint scales them; of others as auto.
+        Fp8,
     }
     /// `--dtype`.
     Dtype {

@@ -352,6 +352,7 @@ impl Context {
             ActivationFormat::Native => ActivationRequest::Native,
             ActivationFormat::Int8 => ActivationRequest::Int8,
             ActivationFormat::Nvfp4 => ActivationRequest::Nvfp4,
+            ActivationFormat::Fp8 => ActivationRequest::Fp8,
         };
         let device = self.device()?;
         let dtype = match self.global.dtype {

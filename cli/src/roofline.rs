@@ -70,7 +70,7 @@ impl Roofline {
     /// f32's. A matrix unit takes an f32 input in three parts.
     pub fn gmac_s(&self, activations: &Activations) -> f64 {
         match activations {
-            Activations::Native => self.fma_g_s.max(self.tile_g_s.unwrap_or(0.0) / 3.0),
+            Activations::Native | Activations::Fp8(_) => self.fma_g_s.max(self.tile_g_s.unwrap_or(0.0) / 3.0),
             Activations::Nvfp4(_) if self.tile_g_s.is_some() => self.tile_g_s.unwrap_or(self.fma_g_s),
             _ => self.dot_g_s.unwrap_or(2.0 * self.fma_g_s),
         }

@@ -3,8 +3,8 @@
 use crate::lattice::Problem;
 use q4_core::formats::{encodings, names as schemas, nf4};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, DType, Error, GlobalScale, OwnedParts, Part, Q4Schema, Q4Weight,
-    Result, Rule, Segment, read_floats,
+    ActGlobal, ActQuant, Activations, Code, DType, Error, Fp8Inputs, GlobalScale, OwnedParts, Part, Q4Schema,
+    Q4Weight, Result, Rule, Segment, read_floats,
 };
 use safetensors::{SafeTensors, tensor::TensorView as Stored};
 
@@ -149,7 +149,7 @@ static RECORDINGS: [Recording; 7] = [
             Encoding { schema: "fp8.channel.bf16", under: "fp8.channel.bf16.", ..FP8 },
             Encoding { schema: "fp8.tensor.f32", under: "fp8.tensor.f32.", ..FP8 },
         ],
-        results: &[("native", "native", Some("y")), ("int8", "int8", None)],
+        results: &[("native", "native", Some("y")), ("int8", "int8", None), ("fp8", "fp8", None)],
     },
 ];
 
@@ -281,6 +281,7 @@ fn activations(kind: &str, global: Option<Stored<'_>>) -> Result<Activations> {
     Ok(match kind {
         "native" => Activations::Native,
         "int8" => Activations::Int8,
+        "fp8" => Activations::Fp8(Fp8Inputs::PerRow),
         _ => {
             let global = global.map(|t| GlobalScale::multiply(scalar(&t))).transpose()?;
             let global = global.map_or(ActGlobal::None, ActGlobal::Static);

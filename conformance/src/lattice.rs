@@ -5,7 +5,8 @@ use crate::stored::{Stored, mix, uniform};
 use q4_core::formats::KINDS;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
-    ActGlobal, ActQuant, Activations, DType, ExecPath, GlobalScale, Q4Schema, Q4Weight, Result, Rule,
+    ActGlobal, ActQuant, Activations, DType, ExecPath, Fp8Inputs, GlobalScale, Q4Schema, Q4Weight, Result,
+    Rule,
 };
 
 /// A product with its operands.
@@ -48,14 +49,20 @@ pub(crate) fn io_of(path: ExecPath) -> DType {
 }
 
 /// Kinds of activation formats, as claims name them.
-pub(crate) const ACTIVATIONS: [&str; 3] = ["native", "int8", "nvfp4"];
+pub(crate) const ACTIVATIONS: [&str; 4] = ["native", "int8", "nvfp4", "fp8"];
 
-/// Activation formats of one kind: each quantiser of `nvfp4`.
+/// Activation formats of one kind: each quantiser of `nvfp4`, each scale of `fp8`.
 pub(crate) fn quantizers(kind: &str) -> Vec<Activations> {
     let fixed = |g: Result<GlobalScale>| g.map_or(ActGlobal::None, ActGlobal::Static);
     match kind {
         "native" => vec![Activations::Native],
         "int8" => vec![Activations::Int8],
+        // A stored scale that some inputs are beyond.
+        "fp8" => [Some(Fp8Inputs::PerRow), Some(Fp8Inputs::PerBlock), small().ok().map(Fp8Inputs::Static)]
+            .into_iter()
+            .flatten()
+            .map(Activations::Fp8)
+            .collect(),
         _ => [
             (Rule::ModelOpt, ActGlobal::None),
             (Rule::TorchAo, ActGlobal::PerCall),
@@ -68,6 +75,11 @@ pub(crate) fn quantizers(kind: &str) -> Vec<Activations> {
         .map(|(rule, global)| Activations::Nvfp4(ActQuant { rule, global }))
         .to_vec(),
     }
+}
+
+/// A stored scale of FP8 inputs: those past 14 become 14.
+fn small() -> Result<GlobalScale> {
+    GlobalScale::multiply(0.03125)
 }
 
 /// Quantisers that models ask for besides: tried, and not part of what a claim is described by.
@@ -389,6 +401,8 @@ pub(crate) fn act_label(a: &Activations) -> String {
             };
             format!("nvfp4.{}.{global}", q.rule.as_str())
         }
+        Activations::Fp8(how @ Fp8Inputs::Static(g)) => format!("fp8.{}-{}", how.as_str(), g.value()),
+        Activations::Fp8(how) => format!("fp8.{}", how.as_str()),
         other => other.as_str().to_owned(),
     }
 }
@@ -399,6 +413,7 @@ pub(crate) fn act_kind(a: &Activations) -> String {
         Activations::Nvfp4(q) if matches!(q.global, ActGlobal::Static(_)) => {
             format!("nvfp4.{}.static", q.rule.as_str())
         }
+        Activations::Fp8(how) => format!("fp8.{}", how.as_str()),
         other => act_label(other),
     }
 }
@@ -421,6 +436,10 @@ fn tie(activations: &Activations, seed: u64, i: u64) -> f32 {
     match activations {
         Activations::Int8 if i % 16 == 0 => 127.0 * unit,
         Activations::Int8 => ((word >> 8) % 127) as f32 * unit + 0.5 * unit,
+        // A scale of a power of two, whether it is stored, of 128 or of the row; codes have three bits of
+        // fraction.
+        Activations::Fp8(_) if i % 128 == 0 => 14.0 * sign,
+        Activations::Fp8(_) => (1.0 + ((word >> 8) % 8) as f32 / 8.0 + 0.0625) * unit,
         // A sixth of it is 1, or halfway between two scales: 1.0625, 1.1875.
         _ if i % 16 == 0 => [6.0, 6.375, 7.125][(block >> 8) as usize % 3] * unit,
         _ => [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0][(word >> 8) as usize % 7] * unit,

@@ -110,7 +110,7 @@ fn claims_are_what_can_be_prepared() {
         .iter()
         .map(ToString::to_string)
         .collect();
-    assert_eq!(found.len(), 36);
+    assert_eq!(found.len(), 37);
     assert_eq!(found[0], "nvfp4@1/native/cpu/fused-dequant");
     let admits = |pattern: &str| {
         let options = Options { claims: vec![pattern.into()], ..Options::default() };

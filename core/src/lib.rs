@@ -64,7 +64,7 @@ pub use parts::{OwnedParts, Part, SegmentData, f32s, read_floats};
 pub use registry::{BUILTINS, Built, BuiltinOptions, Registration, Registry};
 pub use reject::{Reject, RejectCode, Verdict};
 pub use scale::{Convention, GlobalScale, Rule};
-pub use schema::{ActGlobal, ActQuant, Activations, NibbleOrder, ScaleLayout, SchemaId};
+pub use schema::{ActGlobal, ActQuant, Activations, Fp8Inputs, NibbleOrder, ScaleLayout, SchemaId};
 pub use scratch::Scratch;
 pub use select::{Overrides, Policy, Rejection, Selection, SelectionError, matches, select};
 pub use tensor::{DType, Device, Element, MAX_RANK, TensorView, TensorViewMut};

@@ -1,5 +1,5 @@
 //! The exact product every backend is measured against: integers where the format makes them, f64 otherwise.
-use crate::formats::{e2m1, e4m3, int8, nvfp4};
+use crate::formats::{e2m1, e4m3, fp8::inputs, int8, nvfp4};
 use crate::{
     ActGlobal, ActQuant, Activations, Code, DType, Error, ExecPath, GlobalScale, Result, RowDecoder, wide,
     wide::widen,
@@ -86,6 +86,17 @@ impl Input {
                     for ((wide, q), scale) in wide.chunks_mut(16).zip(q.chunks(16)).zip(&scales) {
                         let scale = f64::from(*scale);
                         wide.iter_mut().zip(q).for_each(|(wide, q)| *wide = f64::from(*q) * scale);
+                    }
+                }
+                Self { k, wide, packed: None }
+            }
+            Activations::Fp8(how) => {
+                let (mut values, mut wide) = (x.to_vec(), vec![0.0; x.len()]);
+                for (values, wide) in values.chunks_mut(k).zip(wide.chunks_mut(k)) {
+                    let reach = inputs::reach(*how, k);
+                    for (values, wide) in values.chunks_mut(reach).zip(wide.chunks_mut(reach)) {
+                        let scale = f64::from(inputs::quantize_block(values, *how)?);
+                        wide.iter_mut().zip(values).for_each(|(wide, v)| *wide = f64::from(*v) * scale);
                     }
                 }
                 Self { k, wide, packed: None }

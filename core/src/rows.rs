@@ -1,7 +1,7 @@
 //! Operands of a product on the CPU: f32 rows in, strided rows of any io dtype out, both shared between
 //! threads. Backends that compute in f32 all need this, and because nothing here allocates, they need not
 //! either.
-use crate::formats::{int8, nvfp4};
+use crate::formats::{fp8::inputs, int8, nvfp4};
 use crate::{
     Activations, Code, DType, Error, ExecContext, LinearSpec, Q4Weight, Reject, RejectCode, Result, Scratch,
     TensorView, TensorViewMut, ThreadPool, oracle,
@@ -61,10 +61,10 @@ pub fn offsets<'a>(view: &TensorView<'a>, count: usize, m: usize) -> Result<&'a 
         .have(format!("{} of them: {shown:?}", all.len())))
 }
 
-/// Adds every reason in dtypes and shapes why a product cannot be computed in f32, in blocks of 16 of k where
-/// there are any.
+/// Adds every reason in types, shapes and FP8 inputs why a product cannot be computed in f32, in blocks of 16
+/// of k where there are any.
 pub fn reject_operands(spec: &LinearSpec, reasons: &mut Vec<Reject>) {
-    use RejectCode::{DtypeUnsupported, ShapeUnsupported};
+    use RejectCode::{ActivationsUnsupported, DtypeUnsupported, ShapeUnsupported};
     let mut reject = |code, need: String, have: String| reasons.push(Reject::new(code, need, have));
     let stored = spec.schema.dense_dtype().map(|dtype| ("weight", dtype));
     for (name, dtype) in [("x", spec.x), ("y", spec.y)].into_iter().chain(stored) {
@@ -81,6 +81,11 @@ pub fn reject_operands(spec: &LinearSpec, reasons: &mut Vec<Reject>) {
     if spec.k % block != 0 {
         let need = format!("k % {block} == 0 for blocks of {}", spec.schema.id().name);
         reject(ShapeUnsupported, need, have());
+    }
+    let kinds = spec.schema.activations();
+    if matches!(spec.activations, Activations::Fp8(_)) && !kinds.contains(&"fp8") {
+        let need = format!("{} for {}", kinds.join(" or "), spec.schema.id().name);
+        reject(ActivationsUnsupported, need, "fp8".into());
     }
     if spec.k % 16 != 0 && spec.activations != Activations::Native {
         reject(ShapeUnsupported, format!("k % 16 == 0 for {} activations", spec.activations), have());
@@ -138,8 +143,8 @@ impl<'a> Rows<'a> {
         Ok(Self { start, m, cols, ld, _borrow: PhantomData })
     }
 
-    /// `x[m, k]` as the product sees it: widened to f32 and, for int8 and nvfp4, quantised as the oracle does
-    /// and decoded to f32. Borrows x itself where that is nothing to do, else takes [`activation_bytes`]
+    /// `x[m, k]` as the product sees it: widened to f32 and, but for native, quantised as the oracle does and
+    /// decoded to f32. Borrows x itself where that is nothing to do, else takes [`activation_bytes`]
     /// of `scratch`.
     ///
     /// # Errors
@@ -187,6 +192,13 @@ impl<'a> Rows<'a> {
                     Ok(())
                 })?;
             }
+            Activations::Fp8(how) => {
+                let wide = Disjoint::of(wide, k);
+                each_row(m, threads, &|r| {
+                    // SAFETY: one task per row.
+                    inputs::round_row(unsafe { wide.row(r) }, *how)
+                })?;
+            }
         }
         Self::of(TensorView::of(wide, &[m, k])?)
     }
@@ -228,7 +240,7 @@ pub fn activation_bytes(x: DType, format: &Activations, m: usize, k: usize) -> u
         f if is_direct(x, f) => 0,
         Activations::Int8 => Scratch::bytes(&[4 * m * k, m * k, 4 * m * (k / int8::BLOCK)]),
         Activations::Nvfp4(_) => Scratch::bytes(&[4 * m * k, m * (k / 2), m * (k / nvfp4::BLOCK)]),
-        Activations::Native => Scratch::bytes(&[4 * m * k]),
+        Activations::Native | Activations::Fp8(_) => Scratch::bytes(&[4 * m * k]),
     }
 }
 
@@ -387,7 +399,7 @@ mod tests {
     use super::*;
     use crate::ExecContext;
     use crate::selfcheck::IoBuffer;
-    use crate::{ActGlobal, ActQuant, Rule};
+    use crate::{ActGlobal, ActQuant, Fp8Inputs, Rule};
 
     #[test]
     fn activations_take_the_scratch_they_state() -> Result<()> {
@@ -395,7 +407,8 @@ mod tests {
         let values: Vec<f32> = (0..m * k).map(|i| (i % 29) as f32 / 8.0 - 1.5).collect();
         for x in [DType::F32, DType::F16, DType::BF16] {
             let quantised = ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None };
-            for format in [Activations::Native, Activations::Int8, Activations::Nvfp4(quantised)] {
+            let fp8 = Activations::Fp8(Fp8Inputs::PerRow);
+            for format in [Activations::Native, Activations::Int8, Activations::Nvfp4(quantised), fp8] {
                 let mut bytes = vec![0xffu8; activation_bytes(x, &format, m, k)];
                 let len = bytes.len();
                 let workspace = Some(TensorViewMut::of(&mut bytes, &[len])?);

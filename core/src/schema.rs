@@ -48,6 +48,31 @@ pub enum Activations {
     Int8,
     /// Rounded to NVFP4 (W4A4), what FP4 tensor cores compute.
     Nvfp4(ActQuant),
+    /// Rounded to FP8 (`formats::fp8::inputs`), what FP8 tensor cores compute (W8A8).
+    Fp8(Fp8Inputs),
+}
+
+/// Where the f32 scale of FP8 activations comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fp8Inputs {
+    /// The amax of a row of a call divided by 448: a scale a token.
+    PerRow,
+    /// That of each 128 in features of a row; the last may be fewer.
+    PerBlock,
+    /// Calibrated, stored with the checkpoint; it multiplies.
+    Static(GlobalScale),
+}
+
+impl Fp8Inputs {
+    /// Spelling in reports, without the value of a stored scale.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::PerRow => "per-row",
+            Self::PerBlock => "per-block",
+            Self::Static(_) => "static",
+        }
+    }
 }
 
 /// The NVFP4 quantiser of activations. The source type of its rule is the type of the product's input.
@@ -78,6 +103,7 @@ impl Activations {
             Self::Native => "native",
             Self::Int8 => "int8",
             Self::Nvfp4(_) => "nvfp4",
+            Self::Fp8(_) => "fp8",
         }
     }
 }

@@ -115,6 +115,7 @@ fn kind(s: &Selection, spec: &LinearSpec) -> String {
             };
             format!("nvfp4 ({}, {global})", rule.as_str())
         }
+        Activations::Fp8(inputs) => format!("fp8 ({})", inputs.as_str()),
         other => other.as_str().to_owned(),
     };
     let rows: Vec<_> = spec.segments.iter().map(|s| s.rows.to_string()).collect();

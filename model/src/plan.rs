@@ -19,6 +19,8 @@ pub enum ActivationRequest {
     Int8,
     /// NVFP4, by the rule of the checkpoint's flavour.
     Nvfp4,
+    /// FP8 of FP8 weights, with the scale that is declared; of other weights as `Auto`.
+    Fp8,
 }
 
 /// Everything that decides a plan, the checkpoint and the policy aside.
@@ -91,8 +93,8 @@ impl Plan {
     /// [`Plan::require`].
     ///
     /// # Errors
-    /// Damage of the checkpoint, as of [`Checkpoint::bind`], and what the policy or the options name and does
-    /// not exist.
+    /// Damage of the checkpoint, as of [`Checkpoint::bind`], what the policy or the options name and does not
+    /// exist, and FP8 inputs of a model without an FP8 weight.
     pub fn new(checkpoint: &Checkpoint, dispatch: &Dispatch, options: &PlanOptions) -> Result<Self> {
         let count = checkpoint.config().num_hidden_layers;
         let span = tracing::info_span!("plan", model = checkpoint.name(), layers = count, products = Empty);
@@ -101,6 +103,13 @@ impl Plan {
         let layers = (0..count).map(|i| planner.layer(i)).collect::<Result<Vec<_>>>()?;
         let plan = Self { layers, head: planner.head()? };
         span.record("products", plan.products().count());
+        let is_fp8 = |p: &Product| matches!(p.spec.activations, Activations::Fp8(_));
+        if options.activations == ActivationRequest::Fp8 && !plan.products().any(is_fp8) {
+            return Err(Error::new(Code::OverrideUnused, "FP8 activations would be those of no layer")
+                .need("a layer with FP8 weights")
+                .have(plan.schemas().join(", "))
+                .fix("see `q4 inspect MODEL`, or leave --activations out"));
+        }
         // Scales were looked at here and there in the files.
         checkpoint.release_files();
         Ok(plan)
@@ -252,14 +261,13 @@ impl Planner<'_> {
                 HeadPlan::Dense { dtype: self.checkpoint.embedding_elements()?.dtype(), tied: true }
             }
             Head::Dense(stored) => HeadPlan::Dense { dtype: stored.dtype, tied: false },
-            Head::Quantised(layer) => HeadPlan::Product(Box::new(self.product(vec![self.part(&layer)]))),
+            Head::Quantised(layer) => HeadPlan::Product(Box::new(self.product(vec![self.part(&layer)?]))),
         })
     }
 
     /// One product where all parts agree, else one each.
     fn group(&self, members: &[(String, usize, usize)]) -> Result<Vec<Product>> {
-        let bind =
-            |(name, n, k): &(String, usize, usize)| Ok(self.part(&self.checkpoint.bind(name, *n, *k)?));
+        let bind = |(name, n, k): &(String, usize, usize)| self.part(&self.checkpoint.bind(name, *n, *k)?);
         let parts = members.iter().map(bind).collect::<Result<Vec<_>>>()?;
         let overrides = &self.dispatch.policy().overrides;
         let bound = |p: &Part| overrides.of(&p.name, p.schema.is_packed(), true).map(str::to_owned);
@@ -276,7 +284,7 @@ impl Planner<'_> {
         })
     }
 
-    fn part(&self, d: &Layer<'_>) -> Part {
+    fn part(&self, d: &Layer<'_>) -> Result<Part> {
         let stored = d.detected.schema;
         let target = self.options.quantize.as_ref().filter(|_| !stored.is_packed());
         let schema = target.map_or(stored, |target| target.schema());
@@ -288,10 +296,14 @@ impl Planner<'_> {
                 Activations::Nvfp4(ActQuant { rule: Rule::ModelOpt, global: ActGlobal::None })
             }
             ActivationRequest::Nvfp4 => Activations::Nvfp4(d.nvfp4_activations()),
+            ActivationRequest::Fp8 if schema.activations().contains(&"fp8") => {
+                Activations::Fp8(d.fp8_activations()?)
+            }
+            ActivationRequest::Fp8 => d.declared,
         };
         // An activation format is about 4-bit products; a dense matrix is multiplied as it is.
         let activations = if schema.is_packed() { activations } else { Activations::Native };
-        Part {
+        Ok(Part {
             name: d.name.clone(),
             n: d.detected.n,
             k: d.detected.k,
@@ -299,8 +311,9 @@ impl Planner<'_> {
             activations,
             layout: d.detected.layout.as_str(),
             quantized_on_load: target.is_some(),
-            unscaled: self.options.activations == ActivationRequest::Auto && d.lacks_input_scale(),
-        }
+            unscaled: matches!(self.options.activations, ActivationRequest::Auto | ActivationRequest::Fp8)
+                && d.lacks_input_scale(),
+        })
     }
 
     fn product(&self, parts: Vec<Part>) -> Product {

@@ -166,7 +166,7 @@ fn verdicts_on_threads(bench: &Bench<'_>) -> Result<Seen> {
 /// Specs that some backends serve and others do not, on every path.
 fn questions(device: Device) -> Vec<(LinearSpec, ExecPath)> {
     let mut all = Vec::new();
-    let kinds = ["native", "int8", "nvfp4"].map(|kind| lattice::quantizers(kind)[0]);
+    let kinds = lattice::ACTIVATIONS.map(|kind| lattice::quantizers(kind)[0]);
     for schema in lattice::usual() {
         for activations in kinds {
             for path in PATHS {

@@ -29,7 +29,7 @@ pub(super) fn cases(scope: &Scope<'_>, all: &mut Vec<Case>) {
     }
     let count = match claim.activations {
         "native" => NATIVE,
-        "int8" => INT8,
+        "int8" | "fp8" => INT8,
         _ => NVFP4,
     };
     // Half of them where another claim has the same code, and where the sums are those of the oracle.

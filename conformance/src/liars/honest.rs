@@ -223,6 +223,10 @@ fn verdict(spec: &LinearSpec, path: ExecPath, own: Device) -> Verdict {
     if is_blocked && spec.k % block != 0 {
         no(ShapeUnsupported, &format!("k % {block} == 0"), format!("k = {}", spec.k));
     }
+    let kinds = spec.schema.activations();
+    if matches!(spec.activations, Activations::Fp8(_)) && !kinds.contains(&"fp8") {
+        no(ActivationsUnsupported, &kinds.join(" or "), "fp8".into());
+    }
     if let Activations::Nvfp4(q) = spec.activations
         && let ActGlobal::Static(g) = q.global
         && g.convention() != q.rule.convention()

@@ -35,6 +35,7 @@ mod on_card;
 mod parts;
 mod process;
 mod product;
+mod rounded;
 mod situation;
 
 use crate::Level;
@@ -87,6 +88,7 @@ pub fn mutants() -> impl Iterator<Item = &'static Mutant> {
         .chain(lent::MUTANTS)
         .chain(history::MUTANTS)
         .chain(format::MUTANTS)
+        .chain(rounded::MUTANTS)
         .chain(process::MUTANTS)
         .chain(fused::MUTANTS)
         .chain(grouped::MUTANTS)

@@ -4,7 +4,7 @@ use super::card::{self, CardParts};
 use super::situation::{Done, Fault, Situation};
 use half::{bf16, f16};
 use q4_core::formats::ggml::{Apart, Blocks};
-use q4_core::formats::{e2m1, e4m3, e8m0, int8, mxfp4, nf4, nvfp4, swizzle};
+use q4_core::formats::{e2m1, e4m3, e8m0, fp8::inputs, int8, mxfp4, nf4, nvfp4, swizzle};
 use q4_core::oracle::act_global;
 use q4_core::{
     Activations, BackendDescriptor, Code, DType, Error, ExecPath, Fp8, FuseSet, GlobalScale, LinearSpec,
@@ -346,6 +346,13 @@ pub(super) fn quantise(x: &[f32], k: usize, activations: &Activations, source: D
             for row in x.chunks(k) {
                 int8::quantize_row(row, &mut q, &mut scales)?;
                 out.extend(q.iter().enumerate().map(|(i, q)| f64::from(*q) * f64::from(scales[i / 16])));
+            }
+        }
+        Activations::Fp8(how) => {
+            for block in x.chunks(k).flat_map(|row| row.chunks(inputs::reach(*how, k))) {
+                let mut values = block.to_vec();
+                let scale = f64::from(inputs::quantize_block(&mut values, *how)?);
+                out.extend(values.iter().map(|v| f64::from(*v) * scale));
             }
         }
         Activations::Nvfp4(act) => {

@@ -46,6 +46,18 @@ pub fn encode(x: f32) -> u8 {
     magnitude | ((x.to_bits() >> 24) as u8 & 0x80)
 }
 
+/// The value of the nearest byte: `decode(encode(x))` of what is no NaN, in plain arithmetic.
+#[inline(always)]
+pub fn round(x: f32) -> f32 {
+    // What is added to it is rounded to a multiple of 2^-9, ties to even.
+    const ROUNDER: f32 = 12_582_912.0 / 512.0;
+    let bits = x.abs().min(MAX).to_bits();
+    let normal = f32::from_bits((bits + 0x7_ffff + (bits >> 20 & 1)) & !0xf_ffff);
+    let small = (f32::from_bits(bits) + ROUNDER) - ROUNDER;
+    let magnitude = if bits < MIN_NORMAL.to_bits() { small } else { normal };
+    f32::from_bits(magnitude.to_bits() | x.to_bits() & 0x8000_0000)
+}
+
 const fn table() -> [f32; 256] {
     let mut values = [0.0; 256];
     let mut byte = 0;
@@ -120,6 +132,7 @@ mod tests {
         let sign = if x.is_sign_negative() { 0x80 } else { 0 };
         let want = oracle::nearest(&TABLE[..127], x.abs(), Tie::Even) | sign;
         assert_eq!(encode(x), want, "{x:e} ({:#010x})", x.to_bits());
+        assert_eq!(round(x).to_bits(), decode(want).to_bits(), "{x:e} ({:#010x})", x.to_bits());
     }
 
     #[test]

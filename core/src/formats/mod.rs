@@ -212,7 +212,7 @@ pub trait Format: fmt::Debug + Send + Sync {
     fn global(&self) -> Option<Convention> {
         None
     }
-    /// Kinds of activations whose products make sense: `native`, `int8`, `nvfp4`.
+    /// Kinds of activations whose products make sense: `native`, `int8`, `nvfp4`, `fp8`.
     fn activations(&self) -> &'static [&'static str] {
         &["native", "int8"]
     }

@@ -1,8 +1,8 @@
 //! Products of several weights in one call: a layer of experts, of which every row of the input takes one.
 use super::{Dispatch, Q4Linear};
 use crate::{
-    ActGlobal, Activations, Code, DType, Device, Error, ExecContext, LinearSpec, OpSet, PreparedGroup,
-    Q4Weight, Result, Selection, TensorView, TensorViewMut, ThreadPool, rows,
+    ActGlobal, Activations, Code, DType, Device, Error, ExecContext, Fp8Inputs, LinearSpec, OpSet,
+    PreparedGroup, Q4Weight, Result, Selection, TensorView, TensorViewMut, ThreadPool, rows,
 };
 
 impl Dispatch {
@@ -125,10 +125,18 @@ fn is_one_kind(specs: &[LinearSpec]) -> bool {
         let mut spec = spec.clone();
         spec.segments.iter_mut().for_each(|s| s.name.clear());
         let mut convention = None;
-        if let Activations::Nvfp4(act) = &mut spec.activations
-            && let ActGlobal::Static(global) = act.global
-        {
-            (act.global, convention) = (ActGlobal::None, Some(global.convention()));
+        match &mut spec.activations {
+            Activations::Nvfp4(act) => {
+                if let ActGlobal::Static(global) = act.global {
+                    (act.global, convention) = (ActGlobal::None, Some(global.convention()));
+                }
+            }
+            Activations::Fp8(how) => {
+                if let Fp8Inputs::Static(scale) = *how {
+                    (*how, convention) = (Fp8Inputs::PerRow, Some(scale.convention()));
+                }
+            }
+            Activations::Native | Activations::Int8 => {}
         }
         (spec, convention)
     };

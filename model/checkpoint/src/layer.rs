@@ -2,11 +2,12 @@
 //!
 //! Names and types say which layout it is, the configuration says what was meant, and here the two must
 //! agree.
-use super::{Checkpoint, Container, stored::Stored, words};
+use super::{Checkpoint, Container, declared::Rounded, stored::Stored, words};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, GlobalScale, Result, Rule, ScaleLayout,
-    Segment, SegmentData, TensorView,
+    ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, Fp8Inputs, GlobalScale, Result, Rule,
+    ScaleLayout, Segment, SegmentData, TensorView,
     detect::{Detected, Layout, QuantState, detect},
+    read_floats,
 };
 use serde::Deserialize;
 
@@ -43,6 +44,7 @@ pub struct Layer<'a> {
     pub declared: Activations,
     input_global: Option<GlobalScale>,
     lacks_input_scale: bool,
+    fp8: Result<Fp8Inputs>,
 }
 
 impl Layer<'_> {
@@ -79,6 +81,17 @@ impl Layer<'_> {
             None => ActGlobal::None,
         };
         ActQuant { rule: self.rule(), global }
+    }
+
+    /// What FP8 activations mean for this layer: the scale that the configuration declares, of each row where
+    /// it declares none.
+    ///
+    /// # Errors
+    /// [`Code::SchemaInvalid`] when that is a stored one and there is none, [`Code::TensorShape`] and
+    /// [`Code::ScaleInvalid`] when it is none, [`Code::Unsupported`] for others than of a row, of 128 and stored
+    /// ones.
+    pub fn fp8_activations(&self) -> Result<Fp8Inputs> {
+        self.fp8.clone()
     }
 }
 
@@ -134,10 +147,42 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
     let inputs = c.declaration().inputs(name)?;
     let lacks_input_scale = tools && input_global.is_none() && inputs == Some(true);
     let name = name.to_owned();
-    let native = Activations::Native;
-    let mut layer = Layer { name, detected, segment, declared: native, input_global, lacks_input_scale };
+    let (native, fp8) = (Activations::Native, fp8_inputs(c, &name));
+    let mut layer = Layer { name, detected, segment, declared: native, input_global, lacks_input_scale, fp8 };
     layer.declared = declared(c, &layer, inputs)?;
     Ok(layer)
+}
+
+/// How FP8 inputs of `layer` would be scaled. What is wrong with that is only told to who asks for it.
+fn fp8_inputs(c: &Checkpoint, layer: &str) -> Result<Fp8Inputs> {
+    let key = format!("{layer}.input_scale");
+    let way_out = "--activations native multiplies inputs as they are";
+    match c.declaration().rounded(layer)? {
+        None | Some(Rounded::Row) => Ok(Fp8Inputs::PerRow),
+        Some(Rounded::Block) => Ok(Fp8Inputs::PerBlock),
+        Some(Rounded::Other(what)) => Err(Error::new(Code::Unsupported, format!("{layer}: FP8 inputs"))
+            .need("a scale of each token, of each 128 in features of one, or a stored one")
+            .have(what.as_str())
+            .fix(way_out)),
+        Some(Rounded::Stored) if !c.table().contains_key(&key) => {
+            Err(Error::new(Code::SchemaInvalid, format!("`{key}`"))
+                .need("a scale, for config.json declares static FP8 inputs")
+                .have("no such tensor")
+                .fix(way_out))
+        }
+        Some(Rounded::Stored) => {
+            let stored = c.tensor(&key)?;
+            if stored.bytes.len() != stored.dtype.size() || !stored.dtype.is_io() {
+                return Err(Error::new(Code::TensorShape, format!("`{key}`"))
+                    .need("one float32, float16 or bfloat16")
+                    .have(format!("{} bytes of {}", stored.bytes.len(), stored.dtype)));
+            }
+            let mut value = [0.0];
+            read_floats(stored.bytes, stored.dtype, &mut value);
+            let scale = GlobalScale::multiply(value[0]).map_err(|e| e.within(format_args!("`{key}`")))?;
+            Ok(Fp8Inputs::Static(scale))
+        }
+    }
 }
 
 fn has_shape(found: &Detected, n: usize, k: usize) -> Result<()> {

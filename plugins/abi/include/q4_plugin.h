@@ -164,7 +164,10 @@ enum {
     Q4_ACT_NATIVE = 1, /* W4A16: as they are, f32 accumulation */
     Q4_ACT_INT8   = 2, /* W4A8: per 16 of k, in f32: scale = amax/127, q = round_half_even(x * (127/amax));
                         * exact integer block products */
-    Q4_ACT_NVFP4  = 3  /* W4A4: quantised by act_rule, exact integer block products */
+    Q4_ACT_NVFP4  = 3, /* W4A4: quantised by act_rule, exact integer block products */
+    Q4_ACT_FP8    = 4  /* W8A8, since 1.2: E4M3 of x / scale to the nearest, ties to even, past 448 to 448, in
+                        * f32, f32 accumulation.  scale is act_global with Q4_GLOBAL_STATIC, else amax / 448
+                        * of the row or of each 128 columns; where that is 0, so are the codes */
 };
 enum {
     Q4_RULE_TORCHAO            = 1,
@@ -173,7 +176,13 @@ enum {
     Q4_RULE_TRANSFORMER_ENGINE = 4,
     Q4_RULE_RUNTIME            = 5
 };
-enum { Q4_GLOBAL_NONE = 0, Q4_GLOBAL_STATIC = 1, Q4_GLOBAL_PER_CALL = 2 };
+enum {
+    Q4_GLOBAL_NONE      = 0,
+    Q4_GLOBAL_STATIC    = 1,
+    Q4_GLOBAL_PER_CALL  = 2,
+    Q4_GLOBAL_PER_ROW   = 3, /* Q4_ACT_FP8 alone; so the next */
+    Q4_GLOBAL_PER_BLOCK = 4
+};
 enum {
     Q4_CONVENTION_NONE     = 0,
     Q4_CONVENTION_MULTIPLY = 1, /* scale * g */
@@ -242,8 +251,8 @@ typedef struct q4_linear_spec {
     uint32_t        path;              /* Q4_PATH_*: exactly this one */
     uint32_t        ops;               /* Q4_OP_* bits the caller needs */
     uint32_t        activations;       /* Q4_ACT_* */
-    uint32_t        act_rule;          /* Q4_RULE_* with Q4_ACT_NVFP4, else 0; so the three below */
-    uint32_t        act_global_kind;   /* Q4_GLOBAL_* */
+    uint32_t        act_rule;          /* Q4_RULE_* with Q4_ACT_NVFP4, else 0 */
+    uint32_t        act_global_kind;   /* Q4_GLOBAL_* with Q4_ACT_NVFP4 and Q4_ACT_FP8, else 0 */
     uint32_t        act_global_convention;
     float           act_global;        /* with Q4_GLOBAL_STATIC */
     uint32_t        device_type;       /* Q4_DEVICE_* */

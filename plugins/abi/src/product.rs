@@ -118,6 +118,9 @@ numbers! {
         INT8 = 2,
         /// Quantised to NVFP4 by `act_rule`, exact integer block products.
         NVFP4 = 3,
+        /// E4M3 of `x / scale`, saturating, each operation in f32, f32 accumulation: with `PER_ROW` and
+        /// `PER_BLOCK` `scale = amax / 448` of what it is of, with `STATIC` `act_global`. Since 1.2.
+        FP8 = 4,
     }
 }
 numbers! {
@@ -136,14 +139,18 @@ numbers! {
     }
 }
 numbers! {
-    /// Source of the activations' per-tensor scale.
+    /// Source of the activations' scale: of NVFP4 the per-tensor one.
     global_kind {
         /// Single-level scales.
         NONE = 0,
         /// The number in the spec.
         STATIC = 1,
-        /// From the amax of all rows of a call.
+        /// From the amax of all rows of a call; not with FP8.
         PER_CALL = 2,
+        /// From the amax of a row; FP8 alone. Since 1.2.
+        PER_ROW = 3,
+        /// From that of each 128 in features of a row, the last perhaps fewer; FP8 alone. Since 1.2.
+        PER_BLOCK = 4,
     }
 }
 numbers! {
@@ -227,9 +234,9 @@ pub struct Q4LinearSpec {
     pub ops: u32,
     /// [`activations`].
     pub activations: u32,
-    /// [`rule`] with NVFP4 activations, else 0; so the three below.
+    /// [`rule`] with NVFP4 activations, else 0.
     pub act_rule: u32,
-    /// [`global_kind`].
+    /// [`global_kind`] with NVFP4 and FP8 activations, else 0.
     pub act_global_kind: u32,
     /// [`convention`] of `act_global` with `STATIC`, else 0.
     pub act_global_convention: u32,

@@ -95,11 +95,13 @@ fn constants() -> Vec<(&'static str, i64)> {
         "Q4_UNIFIED_DISABLED" = unified_memory::DISABLED; "Q4_UNIFIED_PREFER" = unified_memory::PREFER;
         "Q4_UNIFIED_REQUIRE" = unified_memory::REQUIRE;
         "Q4_ACT_NATIVE" = activations::NATIVE; "Q4_ACT_INT8" = activations::INT8; "Q4_ACT_NVFP4" = activations::NVFP4;
+        "Q4_ACT_FP8" = activations::FP8;
         "Q4_RULE_TORCHAO" = rule::TORCHAO; "Q4_RULE_MODELOPT" = rule::MODELOPT;
         "Q4_RULE_COMPRESSED_TENSORS" = rule::COMPRESSED_TENSORS;
         "Q4_RULE_TRANSFORMER_ENGINE" = rule::TRANSFORMER_ENGINE; "Q4_RULE_RUNTIME" = rule::RUNTIME;
         "Q4_GLOBAL_NONE" = global_kind::NONE; "Q4_GLOBAL_STATIC" = global_kind::STATIC;
-        "Q4_GLOBAL_PER_CALL" = global_kind::PER_CALL;
+        "Q4_GLOBAL_PER_CALL" = global_kind::PER_CALL; "Q4_GLOBAL_PER_ROW" = global_kind::PER_ROW;
+        "Q4_GLOBAL_PER_BLOCK" = global_kind::PER_BLOCK;
         "Q4_CONVENTION_NONE" = convention::NONE; "Q4_CONVENTION_MULTIPLY" = convention::MULTIPLY;
         "Q4_CONVENTION_DIVIDE" = convention::DIVIDE;
         "Q4_SCALE_NONE" = scale_layout::NONE; "Q4_SCALE_ROW_MAJOR" = scale_layout::ROW_MAJOR;

@@ -4,8 +4,8 @@ use q4_core::formats::{Wire, kind};
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Code, CudaDevice, CudaTools, DType, Device, Error,
-    ExecPath, Found, FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, OpSet, Part, Q4Schema, Result,
-    RmsNorm, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut,
+    ExecPath, Found, Fp8Inputs, FuseSet, Fusion, GlobalScale, HostEnv, LinearSpec, OpSet, Part, Q4Schema,
+    Result, RmsNorm, Segment, SegmentData, SegmentSpec, TensorView, TensorViewMut,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
@@ -112,20 +112,25 @@ fn activations(raw: &Q4LinearSpec) -> Result<Activations> {
             let global = match raw.act_global_kind {
                 abi::global_kind::NONE => ActGlobal::None,
                 abi::global_kind::PER_CALL => ActGlobal::PerCall,
-                abi::global_kind::STATIC => ActGlobal::Static(GlobalScale::new(
-                    known(
-                        codes::convention_from(raw.act_global_convention),
-                        "convention",
-                        raw.act_global_convention,
-                    )?,
-                    raw.act_global,
-                )?),
+                abi::global_kind::STATIC => ActGlobal::Static(fixed(raw)?),
                 other => return Err(invalid("source of a per-tensor scale", other)),
             };
             Ok(Activations::Nvfp4(ActQuant { rule, global }))
         }
+        abi::activations::FP8 => Ok(Activations::Fp8(match raw.act_global_kind {
+            abi::global_kind::PER_ROW => Fp8Inputs::PerRow,
+            abi::global_kind::PER_BLOCK => Fp8Inputs::PerBlock,
+            abi::global_kind::STATIC => Fp8Inputs::Static(fixed(raw)?),
+            other => return Err(invalid("source of the scale of FP8 inputs", other)),
+        })),
         other => Err(invalid("activations", other)),
     }
+}
+
+/// The scale of the inputs that a spec has with `STATIC`.
+fn fixed(raw: &Q4LinearSpec) -> Result<GlobalScale> {
+    let of = raw.act_global_convention;
+    GlobalScale::new(known(codes::convention_from(of), "convention", of)?, raw.act_global)
 }
 
 fn optional(convention: u32) -> Result<Option<q4_core::Convention>> {

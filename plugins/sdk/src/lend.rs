@@ -3,8 +3,9 @@
 use crate::codes;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{
-    ActGlobal, Activations, BuiltinOptions, Code, DType, Device, Error, ExecContext, ExecPath, Found, Fusion,
-    HostEnv, LinearSpec, Part, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut, ThreadPool,
+    ActGlobal, Activations, BuiltinOptions, Code, DType, Device, Error, ExecContext, ExecPath, Found,
+    Fp8Inputs, Fusion, HostEnv, LinearSpec, Part, Q4Schema, Q4Weight, Result, TensorView, TensorViewMut,
+    ThreadPool,
 };
 use q4_plugin_abi as abi;
 use q4_plugin_abi::{
@@ -94,18 +95,24 @@ fn encoding(raw: &mut Q4LinearSpec, schema: &Q4Schema) -> Result<()> {
 
 fn activations(raw: &mut Q4LinearSpec, wanted: &Activations) -> Result<()> {
     raw.activations = activation_kind(wanted);
-    if let Activations::Nvfp4(act) = wanted {
-        raw.act_rule = number(codes::rule_to(act.rule), "rule", &act.rule.as_str())?;
-        match act.global {
-            ActGlobal::None => {}
-            ActGlobal::PerCall => raw.act_global_kind = abi::global_kind::PER_CALL,
-            ActGlobal::Static(g) => {
-                raw.act_global_kind = abi::global_kind::STATIC;
-                raw.act_global = g.value();
-                raw.act_global_convention =
-                    number(codes::convention_to(g.convention()), "convention", &wanted)?;
+    let (kind, fixed) = match wanted {
+        Activations::Native | Activations::Int8 => return Ok(()),
+        Activations::Nvfp4(act) => {
+            raw.act_rule = number(codes::rule_to(act.rule), "rule", &act.rule.as_str())?;
+            match act.global {
+                ActGlobal::None => (abi::global_kind::NONE, None),
+                ActGlobal::PerCall => (abi::global_kind::PER_CALL, None),
+                ActGlobal::Static(g) => (abi::global_kind::STATIC, Some(g)),
             }
         }
+        Activations::Fp8(Fp8Inputs::PerRow) => (abi::global_kind::PER_ROW, None),
+        Activations::Fp8(Fp8Inputs::PerBlock) => (abi::global_kind::PER_BLOCK, None),
+        Activations::Fp8(Fp8Inputs::Static(g)) => (abi::global_kind::STATIC, Some(*g)),
+    };
+    raw.act_global_kind = kind;
+    if let Some(g) = fixed {
+        raw.act_global = g.value();
+        raw.act_global_convention = number(codes::convention_to(g.convention()), "convention", &wanted)?;
     }
     Ok(())
 }
@@ -116,6 +123,7 @@ pub fn activation_kind(activations: &Activations) -> u32 {
         Activations::Native => abi::activations::NATIVE,
         Activations::Int8 => abi::activations::INT8,
         Activations::Nvfp4(_) => abi::activations::NVFP4,
+        Activations::Fp8(_) => abi::activations::FP8,
     }
 }
 

@@ -1,6 +1,6 @@
 //! What the kernels can serve, decided from the spec alone, with every reason at once.
 use q4_core::isa::Isa;
-use q4_core::{Activations, LinearSpec, ProbeItem, Reject, RejectCode};
+use q4_core::{LinearSpec, ProbeItem, Reject, RejectCode};
 
 /// The instruction set in use and what else this machine could run.
 pub(crate) fn probe(used: Isa, could: impl Iterator<Item = Isa>) -> Vec<ProbeItem> {
@@ -18,9 +18,10 @@ pub(crate) fn operands(spec: &LinearSpec) -> Vec<Reject> {
     let mut reasons = Vec::new();
     let mut reject = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
     let name = spec.schema.id().name;
-    if matches!(spec.activations, Activations::Nvfp4(_)) {
-        let need = format!("native or int8: {name} codes have no exact product with NVFP4");
-        reject(ActivationsUnsupported, &need, "nvfp4".into());
+    let kinds = spec.schema.activations();
+    if !kinds.contains(&spec.activations.as_str()) {
+        let need = format!("{} for {name}", kinds.join(" or "));
+        reject(ActivationsUnsupported, &need, spec.activations.to_string());
     }
     for (name, dtype) in [("x", spec.x), ("y", spec.y)] {
         if !dtype.is_io() {

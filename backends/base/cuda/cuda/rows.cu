@@ -116,6 +116,28 @@ extern "C" __global__ void q4_nvfp4(Matrix x, u32 rule, u32 source, const float 
         for (u32 i = 0; i < 8; i++) codes[at * 8 + i] = (u8)(packed[i / 4] >> 8 * (i & 3));
 }
 
+// Rows to what FP8 keeps of them, in f32: a block of 128 threads for each `reach` columns, under one scale,
+// which is `fixed` or, where that is 0, their amax / 448. NaN where an element is not finite.
+extern "C" __global__ void q4_fp8(Matrix x, u32 reach, float fixed, float *out) {
+    __shared__ u32 most[4];
+    u32 first = blockIdx.x * reach, end = min(first + reach, x.cols), row = blockIdx.y, amax = 0;
+    for (u32 c = first + threadIdx.x; c < end; c += 128)
+        amax = max(amax, __float_as_uint(load(x, row * x.ld + c)) & 0x7fffffffu);
+    for (int d = 16; d; d >>= 1) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, d));
+    if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = amax;
+    __syncthreads();
+    for (u32 i = 0; i < 4; i++) amax = max(amax, most[i]);
+    bool fits = is_finite(__uint_as_float(amax));
+    float scale = fixed != 0 ? fixed : __fdiv_rn(__uint_as_float(amax), 448.0f);
+    for (u32 c = first + threadIdx.x; c < end; c += 128) {
+        float v = load(x, row * x.ld + c), value = 0;
+        if (scale != 0) {
+            float code = e4m3_value((u32)e4m3_of(fminf(__fdiv_rn(fabsf(v), scale), 448.0f)));
+            value = __fmul_rn(v < 0 ? -code : code, scale);
+        }
+        out[(u64)row * x.cols + c] = fits ? value : __uint_as_float(0x7fc00000u);
+    }
+}
 
 // Quantised rows as f32 values: fl(q * (step * factor * global)) with the factor applied first where it is
 // exact.

@@ -1,6 +1,9 @@
 //! Launchers of `cuda/rows.cu`: activations of every float type, quantised by every rule, on the device.
 use crate::{Gpu, Kernel, Kernels, Launch, Source, check, driver, mirror};
-use q4_core::{ActGlobal, ActQuant, Activations, Convention, DType, GlobalScale, Result, Rule, TensorView};
+use q4_core::formats::fp8::inputs;
+use q4_core::{
+    ActGlobal, ActQuant, Activations, Convention, DType, Fp8Inputs, GlobalScale, Result, Rule, TensorView,
+};
 use std::sync::Arc;
 
 /// The text, for kernels that use its functions.
@@ -28,6 +31,7 @@ mirror! {
     struct Nvfp4 {
         x: Matrix, rule: u32, source: u32, global: u64, q: u64, steps: u64, codes: u64, bytes: u64, bad: u64,
     }
+    struct Fp8 { x: Matrix, reach: u32, fixed: f32, out: u64 }
     struct Values {
         q: u64, steps: u64, global: u64, convention: u32, factor: f64, rows: u32, cols: u32, out: u64,
     }
@@ -130,6 +134,7 @@ pub struct RowKernels {
     global: Kernel<Global>,
     int8: Kernel<Int8>,
     nvfp4: Kernel<Nvfp4>,
+    fp8: Kernel<Fp8>,
     values: Kernel<Values>,
 }
 
@@ -147,6 +152,7 @@ impl RowKernels {
             global: all.get("q4_global")?,
             int8: all.get("q4_int8")?,
             nvfp4: all.get("q4_nvfp4")?,
+            fp8: all.get("q4_fp8")?,
             values: all.get("q4_values")?,
         })
     }
@@ -221,6 +227,26 @@ impl RowKernels {
         Ok(())
     }
 
+    /// Rows to what FP8 keeps of them, as f32 `[m, k]` at `out`.
+    ///
+    /// # Safety
+    /// x is device memory, `out` has room for its rows.
+    unsafe fn fp8(&self, x: Matrix, how: Fp8Inputs, out: u64, stream: usize) -> Result<()> {
+        let k = x.cols as usize;
+        let (reach, fixed) = match how {
+            // Every run may have a block of its own.
+            Fp8Inputs::Static(scale) => (inputs::BLOCK, scale.effective(1.0)),
+            _ => (inputs::reach(how, k), 0.0),
+        };
+        for (first, x) in x.parts() {
+            let launch = grid(k.div_ceil(reach), x.rows as usize, 128, stream);
+            let args = Fp8 { x, reach: reach as u32, fixed, out: out + (first * k * 4) as u64 };
+            // SAFETY: by contract.
+            unsafe { self.fp8.launch(launch, args)? };
+        }
+        Ok(())
+    }
+
     /// The address of the per-tensor scale that `act` asks for, 0 where it asks for none: `at`, where it is put.
     ///
     /// # Safety
@@ -244,8 +270,8 @@ impl RowKernels {
         Ok(at)
     }
 
-    /// Rows to int8, as `activations` that are not native say; the address and the convention of their
-    /// per-tensor scale, or 0.
+    /// Rows to int8, as int8 or NVFP4 `activations` say; the address and the convention of their per-tensor
+    /// scale, or 0.
     ///
     /// # Safety
     /// x is device memory; so are a float, room for its rows and for their steps.
@@ -274,7 +300,8 @@ impl RowKernels {
     pub fn rounded_bytes(activations: &Activations, m: usize, k: usize) -> usize {
         match activations {
             Activations::Native => 0,
-            _ => values_at(m, k) + (m * k * 4).next_multiple_of(256),
+            Activations::Fp8(_) => (m * k * 4).next_multiple_of(256),
+            Activations::Int8 | Activations::Nvfp4(_) => values_at(m, k) + (m * k * 4).next_multiple_of(256),
         }
     }
 
@@ -296,6 +323,11 @@ impl RowKernels {
         let out = scratch + values_at(m, k) as u64;
         let factor = match activations {
             Activations::Native => return Ok(x),
+            Activations::Fp8(how) => {
+                // SAFETY: by contract.
+                unsafe { self.fp8(x, *how, scratch, stream)? };
+                return Ok(Matrix::new(scratch, DType::F32, m, k, k));
+            }
             Activations::Int8 => 1.0,
             Activations::Nvfp4(_) => 0.5,
         };
@@ -330,5 +362,6 @@ fn kernels_take_what_they_are_given() -> Result<()> {
     ROWS.takes::<Global>("q4_global")?;
     ROWS.takes::<Int8>("q4_int8")?;
     ROWS.takes::<Nvfp4>("q4_nvfp4")?;
+    ROWS.takes::<Fp8>("q4_fp8")?;
     ROWS.takes::<Values>("q4_values")
 }

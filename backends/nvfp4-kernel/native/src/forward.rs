@@ -5,6 +5,7 @@ use crate::call::{Mat, Threads, on_host, scratch};
 use crate::kernels::rounding::Rounding;
 use crate::kernels::{FloatRows, GROUPS, LANES, MOST_ROWS, PAIR, Product, Rows, TILE_BYTES, Tile};
 use crate::output::{self, Output};
+use crate::probe::refused;
 use crate::weight::Weight;
 use crate::{backward, wide};
 use q4_core::formats::nvfp4;
@@ -133,6 +134,7 @@ unsafe fn forward(w: &Weight, x: Mat, y: &Output<'_>, scratch: *mut u8, threads:
                     Some(refused) => refused.into_iter().for_each(|row| rows(row, 1)),
                 }
             }
+            Activations::Fp8(_) => return Err(refused(&w.activations)),
             Activations::Int8 => {
                 let q = Quantised::new(scratch, x.rows);
                 q.int8(&x, kernels, threads)?;

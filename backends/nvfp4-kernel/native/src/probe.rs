@@ -3,8 +3,8 @@
 use crate::NAME;
 use q4_core::isa::Isa;
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Device, ExecPath, HostEnv, LinearSpec, OpSet, ProbeItem, Q4Schema,
-    Reject, RejectCode, Verdict,
+    ActGlobal, ActQuant, Activations, Code, Device, Error, ExecPath, HostEnv, LinearSpec, OpSet, ProbeItem,
+    Q4Schema, Reject, RejectCode, Verdict,
 };
 use q4_cuda::{Arch, Needs, fp4_lacks};
 
@@ -49,6 +49,10 @@ pub fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
             spec.activations.to_string(),
         );
     }
+    if let Activations::Fp8(_) = spec.activations {
+        let need = spec.schema.activations().join(" or ");
+        no(RejectCode::ActivationsUnsupported, &need, spec.activations.to_string());
+    }
     if let Activations::Nvfp4(ActQuant { rule, global: ActGlobal::Static(g) }) = spec.activations
         && g.convention() != rule.convention()
     {
@@ -76,6 +80,12 @@ pub fn operands(spec: &LinearSpec, path: ExecPath) -> Vec<Reject> {
         no(RejectCode::OpUnsupported, need, format!("operations {:#b}", spec.ops.0));
     }
     reasons
+}
+
+/// Inputs that [`operands`] refuses.
+pub fn refused(activations: &Activations) -> Error {
+    let what = "inputs of a product with NVFP4 weights";
+    Error::new(Code::Unsupported, what).need("native, int8 or nvfp4").have(activations.to_string())
 }
 
 /// The instruction set in use, and each device of `env`.

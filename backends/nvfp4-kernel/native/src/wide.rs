@@ -60,7 +60,7 @@ pub fn workspace(isa: Isa, activations: &Activations, k: usize, m: u64) -> Optio
         Activations::Nvfp4(_) => true,
         // Their scales have 24 bits: the dots of the vector units are exact and cost less than three
         // products.
-        Activations::Int8 => return Some(0),
+        Activations::Int8 | Activations::Fp8(_) => return Some(0),
     };
     if !takes(isa, m) {
         return Some(0);

@@ -2,6 +2,7 @@
 //! 128, as compressed-tensors (`float-quantized`), ModelOpt and transformers (`fp8`) store it beside 4-bit
 //! layers.
 mod facts;
+pub mod inputs;
 mod sample;
 mod storage;
 
@@ -93,6 +94,9 @@ impl Format for Fp8 {
     /// In features of a tile; of those that have no end, one.
     fn block(&self) -> usize {
         (self.tile[1] as usize).max(1)
+    }
+    fn activations(&self) -> &'static [&'static str] {
+        &["native", "int8", "fp8"]
     }
     fn tile(&self) -> Option<[u32; 2]> {
         Some(self.tile)

@@ -1,8 +1,8 @@
 //! What compressed-tensors says: groups of layers, each with a format.
 use super::patterns::Targets;
 use super::{
-    CONFIG, Declaration, Declared, Excluded, Group, Method, Reach, groups, inputs_note, kv_note, list,
-    present, refuse, text,
+    CONFIG, Declaration, Declared, Excluded, Group, Method, Reach, Rounded, groups, inputs_note, kv_note,
+    list, present, refuse, text,
 };
 use q4_core::formats::{self, Wire, storage::Described};
 use q4_core::{Q4Schema, Result};
@@ -81,6 +81,7 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
             },
             format: Declared { schema: schema.id().name, reach },
             activations: inputs.is_some() && !is_tiled,
+            rounded: inputs.filter(|_| is_tiled).map(rounded),
         });
     }
     let top = present(c, "format").filter(|f| f.as_str() != Some("mixed-precision"));
@@ -101,6 +102,22 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
     let activations = Some(declared.iter().any(|group| group.activations));
     let method = Method::CompressedTensors;
     Ok(Declaration { method, activations, groups: declared, excluded, notes, packing: None })
+}
+
+/// The scale of FP8 inputs.
+fn rounded(inputs: &Value) -> Rounded {
+    let is_dynamic = present(inputs, "dynamic").and_then(Value::as_bool).unwrap_or(false);
+    let size = present(inputs, "group_size").and_then(Value::as_u64);
+    match (text(inputs, "strategy").unwrap_or("tensor"), is_dynamic, size) {
+        ("token", true, _) => Rounded::Row,
+        ("group", true, Some(128)) => Rounded::Block,
+        ("tensor", false, _) => Rounded::Stored,
+        (strategy, ..) => {
+            let how = if is_dynamic { "dynamic" } else { "static" };
+            let of = size.map_or_else(String::new, |size| format!(" of {size}"));
+            Rounded::Other(format!("{how} strategy {strategy}{of}"))
+        }
+    }
 }
 
 /// The tiles of FP8 weights.

@@ -1,7 +1,7 @@
 //! What transformers says of its FP8.
 use super::{
-    CONFIG, Declaration, Declared, Excluded, Group, Method, Reach, Targets, inputs_note, present, refuse,
-    text,
+    CONFIG, Declaration, Declared, Excluded, Group, Method, Reach, Rounded, Targets, inputs_note, present,
+    refuse, text,
 };
 use q4_core::Result;
 use serde_json::{Value, json};
@@ -23,6 +23,13 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
         return Err(refuse(CONFIG, "modules_to_convert", "none: linear layers alone are FP8", Some(more)));
     }
     let scheme = text(c, "activation_scheme").unwrap_or("dynamic");
+    let rounded = match scheme {
+        "static" => Rounded::Stored,
+        // As the weights: in blocks of theirs, or with one scale a token.
+        "dynamic" if tile == [128, 128] => Rounded::Block,
+        "dynamic" => Rounded::Row,
+        other => Rounded::Other(format!("activation_scheme {other}")),
+    };
     // transformers' name, and vLLM's.
     let excluded = Excluded::of(CONFIG, c, &["modules_to_not_convert", "ignored_layers"]).collect();
     let format = Declared { schema: "fp8", reach: Reach::Tile(tile) };
@@ -34,6 +41,7 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
             targets: Targets::All,
             format,
             activations: false,
+            rounded: Some(rounded),
         }],
         excluded,
         notes: vec![inputs_note(CONFIG, &format!("FP8 ({scheme})"))],

@@ -104,8 +104,13 @@ fn int4(
     };
     let format = Declared { schema: if packing.symmetric { "int4" } else { "int4-asym" }, reach };
     let said = if packing.words == Words::Awq { size.to_owned() } else { format!("{size} and sym") };
-    let groups =
-        vec![Group { place: format!("{CONFIG}: {said}"), targets: Targets::All, format, activations: false }];
+    let groups = vec![Group {
+        place: format!("{CONFIG}: {said}"),
+        targets: Targets::All,
+        format,
+        activations: false,
+        rounded: None,
+    }];
     let (activations, packing) = (Some(false), Some(packing));
     Ok(Declaration { method, activations, groups, packing, excluded, notes: Vec::new() })
 }

@@ -29,7 +29,13 @@ pub(super) fn read(c: &Value) -> Result<Declaration> {
             }
         }
     }
-    let group = |targets, format| Group { place: PLACE.to_owned(), targets, format, activations: false };
+    let group = |targets, format| Group {
+        place: PLACE.to_owned(),
+        targets,
+        format,
+        activations: false,
+        rounded: None,
+    };
     let mut groups: Vec<_> =
         named.into_values().map(|(format, names)| group(Targets::Named(names), format)).collect();
     groups.push(group(Targets::All, all));

@@ -83,6 +83,21 @@ pub struct Group {
     pub format: Declared,
     /// Whether their inputs are NVFP4 too.
     pub activations: bool,
+    /// How their inputs are rounded to FP8, of FP8 weights.
+    pub rounded: Option<Rounded>,
+}
+
+/// The scale with which inputs are declared to be rounded to FP8.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Rounded {
+    /// Of each row: a token.
+    Row,
+    /// Of each 128 in features of a row.
+    Block,
+    /// The `input_scale` of the layer.
+    Stored,
+    /// Another, in the words of its configuration.
+    Other(String),
 }
 
 /// A format that layers are declared to have.
@@ -250,6 +265,14 @@ impl Declaration {
         Ok(patterns::first(&self.groups, layer)?.map(|group| group.activations).or(self.activations))
     }
 
+    /// How inputs of `layer` are declared to be rounded to FP8.
+    ///
+    /// # Errors
+    /// As of [`inputs`](Self::inputs).
+    pub fn rounded(&self, layer: &str) -> Result<Option<&Rounded>> {
+        Ok(patterns::first(&self.groups, layer)?.and_then(|group| group.rounded.as_ref()))
+    }
+
     /// Says of module `other` what is said of `module` by name.
     pub(super) fn alike(&mut self, module: &str, other: &str) {
         for group in &mut self.groups {
@@ -379,8 +402,10 @@ fn kv_note(file: &str, kv: &Value) -> Note {
 
 /// Inputs of FP8 layers are declared to be rounded.
 fn inputs_note(file: &str, have: &str) -> Note {
-    let text =
-        format!("{file}: inputs of FP8 layers are declared as {have}; they are multiplied as they are");
+    let text = format!(
+        "{file}: inputs of FP8 layers are declared as {have}; they are multiplied as they are, or rounded with \
+         --activations fp8"
+    );
     Note { code: "inputs-float", text }
 }
 

@@ -1,8 +1,8 @@
 //! What ModelOpt says, in `config.json` and in a file of its own, which must agree.
 use super::compressed::{Numbers, check_group};
 use super::{
-    Declaration, Declared, Excluded, Group, Method, Note, Reach, Targets, groups, inputs_note, kv_note,
-    present, refuse,
+    Declaration, Declared, Excluded, Group, Method, Note, Reach, Rounded, Targets, groups, inputs_note,
+    kv_note, present, refuse,
 };
 use q4_core::{Code, Error, Result};
 use q4_files::fields::show;
@@ -45,7 +45,8 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
             declaration.activations = Some(activations);
             has_fp8 = (format.schema == "fp8").then_some(first.name);
             let place = format!("{}: quant_algo", first.name);
-            declaration.groups.push(Group { place, targets: Targets::All, format, activations });
+            let (targets, rounded) = (Targets::All, rounded(&format));
+            declaration.groups.push(Group { place, targets, format, activations, rounded });
         }
         (None, listed) => {
             let mut named: BTreeMap<_, (Algorithm, BTreeSet<String>)> = BTreeMap::new();
@@ -63,6 +64,7 @@ pub(super) fn read(files: &[(&'static str, &Value)]) -> Result<Declaration> {
                     targets: Targets::Named(names),
                     format,
                     activations,
+                    rounded: rounded(&format),
                 })
                 .collect();
         }
@@ -231,6 +233,15 @@ fn algorithm(name: &str) -> Option<Algorithm> {
         "FP8_PB_WO" | "fp8_pb_wo" => (fp8([128, 128]), false),
         _ => return None,
     })
+}
+
+/// What an algorithm does with inputs of FP8 layers. Squares are of weights only.
+fn rounded(format: &Declared) -> Option<Rounded> {
+    match format.reach {
+        Reach::Tile([0, 0]) => Some(Rounded::Stored),
+        Reach::Tile([1, 0]) => Some(Rounded::Row),
+        _ => None,
+    }
 }
 
 fn is_same(a: &Algorithm, b: &Algorithm) -> bool {

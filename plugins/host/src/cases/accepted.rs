@@ -3,8 +3,8 @@
 use super::session::Backend;
 use q4_core::formats;
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecPath, GlobalScale, LinearSpec, OpSet,
-    Q4Schema, Result, Rule, SegmentSpec,
+    ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecPath, Fp8Inputs, GlobalScale,
+    LinearSpec, OpSet, Q4Schema, Result, Rule, SegmentSpec,
 };
 use q4_plugin_abi::status;
 use q4_plugin_sdk::lend::LentSpec;
@@ -105,7 +105,9 @@ fn activations() -> Result<Vec<Activations>> {
         (Rule::TransformerEngine, ActGlobal::PerCall),
     ];
     let nvfp4 = quantizers.map(|(rule, global)| Activations::Nvfp4(ActQuant { rule, global }));
-    Ok([&[Activations::Native, Activations::Int8][..], &nvfp4].concat())
+    let stored = Fp8Inputs::Static(GlobalScale::multiply(0.03125)?);
+    let fp8 = [Fp8Inputs::PerRow, Fp8Inputs::PerBlock, stored].map(Activations::Fp8);
+    Ok([&[Activations::Native, Activations::Int8][..], &nvfp4, &fp8].concat())
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 use super::forward::{Call, Fast};
 use super::simple::matrix;
 use super::{FILES, Weight};
+use crate::probe::refused;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{
     Align, Chip, FEW_ROWS, FEW_STAGES, FewPlan, FewRows, Gpu, Kernel, Launch, Matrix, RowKernels, Source,
@@ -217,6 +218,7 @@ impl Fast for Kernels {
             match w.activations {
                 Activations::Native => {}
                 Activations::Int8 => act = ACT_INT8,
+                Activations::Fp8(_) => return Err(refused(&w.activations)),
                 Activations::Nvfp4(a) => {
                     (act, rule) = (ACT_NVFP4, q4_cuda::rule(a.rule));
                     match a.global {

@@ -3,6 +3,7 @@
 use super::Weight;
 use super::simple::{Quantised, matrix};
 use crate::call::{Mat, check_rows, invalid, scratch};
+use crate::probe::refused;
 use q4_core::{
     Activations, Code, DType, Error, ExecContext, FuseSet, Fusion, PreparedInfo, PreparedWeight, Result,
     TensorView, TensorViewMut,
@@ -205,6 +206,7 @@ unsafe fn plain(w: &Weight, c: &Call) -> Result<()> {
         Activations::Native => return unsafe { k.forward_float(w, &c.x, &c.y, c.stream) },
         Activations::Int8 => 0.5,
         Activations::Nvfp4(_) => 0.25,
+        Activations::Fp8(_) => return Err(refused(&w.activations)),
     };
     let s = Scratch::of(c.x.rows, w.k).ok_or_else(too_large)?;
     let (q, steps) = (c.workspace + s.q, c.workspace + s.steps);

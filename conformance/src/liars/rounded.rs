@@ -1,0 +1,90 @@
+//! Mutants that round inputs to FP8 otherwise than they were asked to.
+use super::Mutant;
+use super::parts::{HONEST, Parts, quantise};
+use crate::Level::L2;
+use q4_core::formats::e4m3;
+use q4_core::formats::fp8::inputs::reach;
+use q4_core::{Activations, DType, Fp8Inputs, Result};
+
+/// Quantises with another scale than the one asked for.
+fn scaled(
+    x: &[f32],
+    k: usize,
+    a: &Activations,
+    source: DType,
+    other: fn(Fp8Inputs) -> Fp8Inputs,
+) -> Result<Vec<f64>> {
+    match a {
+        Activations::Fp8(how) => quantise(x, k, &Activations::Fp8(other(*how)), source),
+        _ => quantise(x, k, a, source),
+    }
+}
+
+/// Quantises values that `edit` changes, given the scale that they have.
+fn edited(
+    x: &[f32],
+    k: usize,
+    a: &Activations,
+    source: DType,
+    edit: fn(f32, f32) -> f32,
+) -> Result<Vec<f64>> {
+    let Activations::Fp8(how) = a else { return quantise(x, k, a, source) };
+    let block = |block: &[f32]| {
+        let amax = block.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let scale = match how {
+            Fp8Inputs::Static(scale) => scale.value(),
+            _ => amax / e4m3::MAX,
+        };
+        // What gives the scale stays, so that this does.
+        block.iter().map(|v| if v.abs() == amax { *v } else { edit(*v, scale) }).collect::<Vec<_>>()
+    };
+    let x: Vec<_> = x.chunks(k).flat_map(|row| row.chunks(reach(*how, k))).flat_map(block).collect();
+    quantise(&x, k, a, source)
+}
+
+pub(super) const MUTANTS: &[Mutant] = mutants! {
+    HONEST;
+    L2 "fp8-by-row": "FP8 inputs that have a scale per 128 get one a row" {
+        quantise: |x, k, a, s| {
+            scaled(x, k, a, s, |how| if how == Fp8Inputs::PerBlock { Fp8Inputs::PerRow } else { how })
+        },
+    }
+    L2 "fp8-by-block": "FP8 inputs that have a scale a row get one per 128" {
+        quantise: |x, k, a, s| {
+            scaled(x, k, a, s, |how| if how == Fp8Inputs::PerRow { Fp8Inputs::PerBlock } else { how })
+        },
+    }
+    L2 "fp8-without-the-stored-scale": "FP8 inputs with a stored scale get one of their own" {
+        quantise: |x, k, a, s| {
+            scaled(x, k, a, s, |how| match how {
+                Fp8Inputs::Static(_) => Fp8Inputs::PerRow,
+                other => other,
+            })
+        },
+    }
+    L2 "fp8-ties-up": "FP8 inputs halfway between two codes are rounded away from zero" {
+        // Larger by less than anything but a tie would notice.
+        quantise: |x, k, a, s| edited(x, k, a, s, |v, _| v * (1.0 + f32::EPSILON)),
+    }
+    L2 "fp8-cut": "FP8 inputs lose what their codes have no bits for" {
+        quantise: |x, k, a, s| {
+            edited(x, k, a, s, |v, scale| {
+                let cut = f32::from_bits((v / scale).to_bits() & !0xf_ffff) * scale;
+                if scale > 0.0 { cut } else { v }
+            })
+        },
+    }
+    L2 "fp8-past-its-end": "FP8 inputs beyond the range of a stored scale are zero" {
+        quantise: |x, k, a, s| {
+            let Activations::Fp8(Fp8Inputs::Static(scale)) = a else { return quantise(x, k, a, s) };
+            let end = e4m3::MAX * scale.value();
+            let x: Vec<_> = x.iter().map(|v| if v.abs() > end { 0.0 } else { *v }).collect();
+            quantise(&x, k, a, s)
+        },
+    }
+    L2 "fp8-without-subnormals": "FP8 inputs below the smallest normal code are zero" {
+        quantise: |x, k, a, s| {
+            edited(x, k, a, s, |v, scale| if v.abs() < e4m3::MIN_NORMAL * scale { 0.0 } else { v })
+        },
+    }
+};
