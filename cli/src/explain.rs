@@ -36,6 +36,9 @@ struct Layer {
     downgraded: bool,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     quantized_on_load: bool,
+    /// Its inputs are put into the order of its groups first.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    act_order: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
     rejected: Vec<Rejection>,
@@ -111,6 +114,7 @@ fn layer(p: &Product) -> Layer {
         chosen,
         downgraded: p.choice.as_ref().is_ok_and(|c| c.is_downgrade),
         quantized_on_load: p.quantized_on_load,
+        act_order: p.order.is_some(),
         error: p.choice.as_ref().err().map(|e| e.to_string().lines().next().unwrap_or_default().to_owned()),
         rejected: rejected(p).to_vec(),
     }
@@ -192,8 +196,9 @@ fn table(checkpoint: &Checkpoint, plan: &Plan, isa: Option<&str>) -> String {
 fn describe(p: &Product, name: &str) -> String {
     let spec = &p.spec;
     let origin = if p.quantized_on_load { ", quantised while loading" } else { "" };
+    let order = if p.order.is_some() { ", act-order: inputs are permuted" } else { "" };
     let mut text = format!(
-        "{name}  {} [{}, {}] {}{origin}, {} activations\n",
+        "{name}  {} [{}, {}] {}{origin}{order}, {} activations\n",
         spec.schema,
         spec.n(),
         spec.k,

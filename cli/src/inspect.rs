@@ -7,10 +7,10 @@ use crate::demo;
 use crate::hub;
 use crate::mistakes;
 use crate::report::Outcome;
-use q4_core::detect::{QuantState, detect};
+use q4_core::detect::{Layout, QuantState, detect};
 use q4_core::memory::human;
 use q4_core::{Code, Error, Result};
-use q4_model::checkpoint::{Table, TensorStore};
+use q4_model::checkpoint::{Order, Table, TensorStore};
 use serde::{Deserialize, Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -49,6 +49,13 @@ struct Kind {
     weights: u64,
     bytes: u64,
     bits_per_weight: f64,
+    /// Matrices whose groups are made of any in features.
+    #[serde(skip_serializing_if = "is_none")]
+    act_order: usize,
+}
+
+fn is_none(count: &usize) -> bool {
+    *count == 0
 }
 
 /// Runs the verb.
@@ -106,8 +113,9 @@ fn tell(cx: &Context, name: &str, store: &TensorStore) -> Result<Outcome> {
         text.push_str(&format!("contradiction: {line}\n"));
     }
     for k in &found.kinds {
+        let order = if k.act_order > 0 { format!(" ({} act-order)", k.act_order) } else { String::new() };
         text.push_str(&format!(
-            "{} {}: {} matrices, {} weights, {}, {:.2} bits per weight\n",
+            "{} {}: {} matrices{order}, {} weights, {}, {:.2} bits per weight\n",
             k.layout,
             k.schema,
             k.matrices,
@@ -130,20 +138,24 @@ struct Found {
     kinds: Vec<Kind>,
     weights: u64,
     contradictions: Vec<String>,
+    untold: usize,
 }
 
 impl Found {
     fn of(store: &TensorStore) -> Self {
         let table = store.table();
         let mut kinds: BTreeMap<(&'static str, String), Kind> = BTreeMap::new();
-        let mut found = Self { kinds: Vec::new(), weights: 0, contradictions: Vec::new() };
+        let mut found = Self { kinds: Vec::new(), weights: 0, contradictions: Vec::new(), untold: 0 };
         // In order, for the names are.
         let mut known = Vec::new();
-        let mut untold = 0;
         for module in modules(table) {
             let state = |key: &str| quant_state(key, store);
             match detect(module, table, &state) {
                 Ok(Some(d)) => {
+                    let order = match d.layout {
+                        Layout::Gptq => Order::of(store, module, [d.k, d.k / d.schema.block()]),
+                        _ => Ok(None),
+                    };
                     let bytes: u64 =
                         d.keys.all().filter_map(|p| store.entry(p)).map(|e| e.bytes as u64).sum();
                     let weights = d.n as u64 * d.k as u64;
@@ -155,20 +167,25 @@ impl Found {
                         weights: 0,
                         bytes: 0,
                         bits_per_weight: 0.0,
+                        act_order: 0,
                     });
                     kind.matrices += 1;
                     kind.weights += weights;
                     kind.bytes += bytes;
+                    kind.act_order += usize::from(matches!(order, Ok(Some(_))));
                     found.weights += weights;
                     known.push(module);
+                    if let Err(e) = order {
+                        let parts: Vec<_> = e.parts().map(|(part, text)| format!("{part} {text}")).collect();
+                        found.contradicts(parts.join("; ").trim_start_matches("what "));
+                    }
                 }
                 Ok(None) => {}
-                Err(_) if found.contradictions.len() == TOLD => untold += 1,
-                Err(e) => found.contradictions.push(e.what().to_owned()),
+                Err(e) => found.contradicts(e.what()),
             }
         }
-        if untold > 0 {
-            found.contradictions.push(format!("{untold} more"));
+        if found.untold > 0 {
+            found.contradictions.push(format!("{} more", found.untold));
         }
         // What belongs to no matrix counts as it stands: norms, tables of another rank, tensors nobody knows.
         for (name, meta) in table.iter() {
@@ -179,6 +196,13 @@ impl Found {
         found.kinds =
             kinds.into_values().map(|k| Kind { bits_per_weight: bits(k.bytes, k.weights), ..k }).collect();
         found
+    }
+
+    fn contradicts(&mut self, what: &str) {
+        match self.contradictions.len() {
+            TOLD => self.untold += 1,
+            _ => self.contradictions.push(what.to_owned()),
+        }
     }
 }
 

@@ -77,7 +77,8 @@ pub fn run(cx: &Context, args: &VerifyArgs) -> Result<Outcome> {
         }
         for m in matrices.into_iter().flatten() {
             let [n, k] = m.shape;
-            text.push_str(&format!("{:<44} [{n}, {k}] {:<14} {}\n", m.name, m.schema, decibels(m)));
+            let order = if m.act_order { " act-order" } else { "" };
+            text.push_str(&format!("{:<44} [{n}, {k}] {:<14} {}{order}\n", m.name, m.schema, decibels(m)));
         }
         if let Some(Ran { loss: Some(loss), even, runs, .. }) = ran {
             text.push_str(&format!("{runs} runs: {loss:.3} nats a token, an even choice has {even:.3}\n"));

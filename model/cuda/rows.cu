@@ -1,4 +1,4 @@
-// Row operations of the model: embedding, norms, rotation with cache append, gating, addition.
+// Row operations of the model: embedding, norms, rotation with cache append, gating, addition, other orders.
 //
 // Every tensor is row-major and dense. `f32`, `bf16`, `f16` in a name are the types of the arguments marked
 // T.
@@ -163,6 +163,27 @@ template <class T> DEVICE void add(const T *x, float *residual, u64 count) {
     }
 }
 
+// gather_T(x T[rows, width], order u32[width], out T[rows, width], width)
+//   grid (ceil(width / 1024), rows), block 256. out[r, i] = x[r, order[i]]. out is not x.
+template <class T> DEVICE void gather(const T *x, const u32 *order, T *out, int width) {
+    let_next_start();
+    // The order belongs to the weight, so it is there already.
+    u32 from[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        int i = blockIdx.x * 1024 + j * 256 + threadIdx.x;
+        from[j] = i < width ? order[i] : 0;
+    }
+    wait_for_previous();
+    const T *row = x + (u64)blockIdx.y * width;
+    T *to = out + (u64)blockIdx.y * width;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        int i = blockIdx.x * 1024 + j * 256 + threadIdx.x;
+        if (i < width) to[i] = row[from[j]];
+    }
+}
+
 // finite_T(x T[count], count u64, flag u32[1])
 //   grid min(ceil(count / 1024), 1024), block 256. Sets flag to 1 if any value is NaN or infinite.
 template <class T> DEVICE void finite(const T *x, u64 count, u32 *flag) {
@@ -183,6 +204,9 @@ template <class T> DEVICE void finite(const T *x, u64 count, u32 *flag) {
     } \
     extern "C" __global__ void __launch_bounds__(256) add_##N(const T *x, float *residual, u64 count) { \
         add<T>(x, residual, count); \
+    } \
+    extern "C" __global__ void __launch_bounds__(256) gather_##N(const T *x, const u32 *order, T *out, int width) { \
+        gather<T>(x, order, out, width); \
     } \
     extern "C" __global__ void __launch_bounds__(256) finite_##N(const T *x, u64 count, u32 *flag) { \
         finite<T>(x, count, flag); \

@@ -4,7 +4,7 @@
 //! ```console
 //! $ cargo run --release -p q4-model --example layers -- MODEL OUT.safetensors
 //! ```
-use q4_core::{Code, DType, Error, Q4Weight, Result, RowDecoder};
+use q4_core::{Code, DType, Error, Result};
 use q4_model::checkpoint::{Checkpoint, OpenOptions, names};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -36,8 +36,7 @@ fn write(checkpoint: &Checkpoint, out: &Path) -> Result<()> {
     file.write_all(header.as_bytes()).map_err(failed)?;
     for (name, n, k) in layers {
         let layer = checkpoint.bind(&name, n, k)?;
-        let weight = Q4Weight { schema: layer.detected.schema, k, segments: &[layer.segment] };
-        let rows = RowDecoder::new(&weight)?;
+        let rows = layer.rows()?;
         let mut row = vec![0f32; k];
         for r in 0..n {
             rows.row(r, &mut row);

@@ -59,8 +59,14 @@ pub(crate) fn assemble(
 /// Every product first, then tables, then norms: what is large is placed before what is small.
 fn decoder<H: Home>(home: &H, form: Form<'_>, source: &mut dyn Source) -> Result<Decoder<H::Executor>> {
     let Form { arch, shape, eps } = form;
-    let products = (0..shape.layers).map(|i| source.products(i)).collect::<Result<Vec<_>>>()?;
-    let head = source.head()?;
+    let placed = |linear| home.linear(linear);
+    let products = (0..shape.layers)
+        .map(|i| {
+            let [qkv, o, gate_up, down] = source.products(i)?;
+            Ok([placed(qkv)?, placed(o)?, placed(gate_up)?, placed(down)?])
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let head = source.head()?.map(placed).transpose()?;
     let table = home.table(source.embedding()?)?;
     let head = match head {
         Some(product) => Head::Product(product),

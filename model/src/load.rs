@@ -9,7 +9,7 @@ use crate::executor::{Shape, Sizes};
 use crate::plan::{HeadPlan, Plan, PlanOptions, Product};
 use crate::quantize::{self, Quantized, Rows};
 use crate::runner::{Context, Model, Runner};
-use crate::weights::{Linear, StoredTable};
+use crate::weights::{Inputs, Linear, Part, StoredTable};
 use q4_core::memory::Budget;
 use q4_core::{Code, DType, Device, Dispatch, Error, Q4Linear, Q4Weight, Result, Segment, ThreadPool};
 use std::sync::Arc;
@@ -200,7 +200,7 @@ impl Loaded {
     /// Largest need of any product in steps whose head has `logit_rows` rows.
     pub(crate) fn workspace(&self, logit_rows: usize) -> usize {
         let parts = self.model.head().into_iter().flat_map(|linear| &linear.parts);
-        parts.map(|(part, _)| part.workspace(logit_rows)).fold(self.workspace, usize::max)
+        parts.map(|part| part.workspace(logit_rows)).fold(self.workspace, usize::max)
     }
 
     /// A context of its own over this model, inside `budget`.
@@ -319,7 +319,7 @@ impl FromCheckpoint<'_> {
                 }
                 at += s.rows;
             }
-            parts.push((self.prepare(p)?, n));
+            parts.push(self.prepare(p, n)?);
             n += p.spec.n();
             self.done += 1;
             (self.progress)(self.done, self.all);
@@ -327,7 +327,7 @@ impl FromCheckpoint<'_> {
         Ok(Linear { parts, n, bias })
     }
 
-    fn prepare(&mut self, p: &Product) -> Result<Q4Linear> {
+    fn prepare(&mut self, p: &Product, column: usize) -> Result<Part> {
         let spec = &p.spec;
         let name = spec.name();
         let selection = p.choice.as_ref().map_err(|e| Error::from(e.clone()))?;
@@ -356,11 +356,13 @@ impl FromCheckpoint<'_> {
         } else {
             self.budget.release(predicted - actual);
         }
+        self.budget.reserve(p.order_bytes(), &name)?;
+        let part = Part { product: linear, column, order: p.order.clone().map(Inputs::Host) };
         // The head's depends on the rows whose logits somebody keeps.
         if spec.segments[0].name != self.checkpoint.config().arch.names.head {
-            self.workspace = self.workspace.max(linear.workspace(self.options.max_rows));
+            self.workspace = self.workspace.max(part.workspace(self.options.max_rows));
         }
-        Ok(linear)
+        Ok(part)
     }
 
     fn product(&self, segments: &[Segment<'_>], p: &Product) -> Result<Q4Linear> {

@@ -251,7 +251,9 @@ impl Taken {
         let selection = p.choice.as_ref().map_err(|e| Error::from(e.clone()))?;
         let mut spec = p.spec.clone();
         spec.max_m = rows.map_or(spec.max_m, |rows| rows.min(spec.max_m));
-        let kept = selection.backend.footprint(&spec, selection.path);
+        let mut kept = selection.backend.footprint(&spec, selection.path);
+        kept.workspace += p.gathered(spec.max_m) as u64;
+        kept.resident += p.order_bytes();
         let (n, k) = (spec.n(), spec.k);
         let packed = spec.schema.stored_bytes(n, k);
         // Dense values that are quantised on the way are read, packed, and looked at once more.

@@ -1,6 +1,7 @@
 //! The plan of a model: every product, its encoding, who computes it and who was refused. Reads no weight.
-use crate::checkpoint::{Checkpoint, Head, Layer, names};
+use crate::checkpoint::{Checkpoint, Head, Layer, Order, names};
 use crate::quantize::Target;
+use crate::weights::gathered;
 use q4_core::{
     ActGlobal, ActQuant, Activations, Code, DType, Device, Dispatch, Error, LinearSpec, OpSet, Q4Schema,
     Result, Rule, SegmentSpec, Selection, SelectionError,
@@ -50,6 +51,8 @@ pub struct Product {
     pub layout: &'static str,
     /// Dense in the file, 4-bit after loading.
     pub quantized_on_load: bool,
+    /// The order that its inputs are put into, where that is another than theirs (act-order).
+    pub order: Option<Order>,
     /// How many of its layers lack the scale that their declared NVFP4 inputs take, so that their inputs
     /// stay as they are. None where the user says what inputs are.
     pub unscaled: usize,
@@ -57,7 +60,7 @@ pub struct Product {
 
 /// The products of one layer, each group in the order its outputs lie side by side.
 pub struct LayerPlan {
-    /// q, k and v: one product where they agree in everything, else three.
+    /// q, k and v: one product where they agree in everything, the order of their inputs too, else three.
     pub qkv: Vec<Product>,
     /// Attention output.
     pub o: Vec<Product>,
@@ -86,6 +89,17 @@ pub struct Plan {
     pub layers: Vec<LayerPlan>,
     /// The head.
     pub head: HeadPlan,
+}
+
+impl Product {
+    /// Bytes beside the weight for the order of its inputs.
+    pub(crate) fn order_bytes(&self) -> u64 {
+        self.order.as_ref().map_or(0, |order| size_of_val(order.features()) as u64)
+    }
+    /// Scratch bytes for `m` rows of inputs in that order.
+    pub(crate) fn gathered(&self, m: usize) -> usize {
+        if self.order.is_some() { gathered(m, self.spec.k, self.spec.x) } else { 0 }
+    }
 }
 
 impl Plan {
@@ -241,6 +255,7 @@ struct Part {
     activations: Activations,
     layout: &'static str,
     quantized_on_load: bool,
+    order: Option<Order>,
     unscaled: bool,
 }
 
@@ -276,6 +291,7 @@ impl Planner<'_> {
             p.schema == first.schema
                 && p.activations == first.activations
                 && p.layout == first.layout
+                && p.order == first.order
                 && bound(p) == bound(first)
         });
         Ok(match alike {
@@ -311,6 +327,7 @@ impl Planner<'_> {
             activations,
             layout: d.detected.layout.as_str(),
             quantized_on_load: target.is_some(),
+            order: d.order.clone(),
             unscaled: matches!(self.options.activations, ActivationRequest::Auto | ActivationRequest::Fp8)
                 && d.lacks_input_scale(),
         })
@@ -337,6 +354,7 @@ impl Planner<'_> {
             choice: self.dispatch.select(&spec),
             layout: first.layout,
             quantized_on_load: first.quantized_on_load,
+            order: first.order.clone(),
             unscaled: parts.iter().filter(|p| p.unscaled).count(),
             spec,
         }

@@ -9,7 +9,7 @@ use crate::config::{Rope, RopeScaling, Rotation};
 use crate::executor::Shape;
 use crate::load::{DeviceMemory, Loaded};
 use crate::plan::{head_type, input_type};
-use crate::weights::{Linear, StoredTable};
+use crate::weights::{Linear, Part, StoredTable};
 use q4_core::memory::Budget;
 use q4_core::{
     Activations, Code, DType, Device, Dispatch, Error, LinearSpec, OpSet, Q4Schema, Q4Weight, Result,
@@ -194,7 +194,8 @@ impl Builder<'_> {
         if !head {
             self.workspace = self.workspace.max(linear.workspace(spec.max_m));
         }
-        Ok(Linear { n: spec.n(), parts: vec![(linear, 0)], bias: None })
+        let part = Part { product: linear, column: 0, order: None };
+        Ok(Linear { n: spec.n(), parts: vec![part], bias: None })
     }
 }
 

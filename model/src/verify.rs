@@ -52,9 +52,16 @@ pub struct Finding {
 /// Runs every check and returns all findings, worst first. Reads all weights once.
 pub fn verify(checkpoint: &Checkpoint) -> Vec<Finding> {
     let tokenizer = checkpoint.file(text::TOKENIZER).map(|_| text::tokenizer(checkpoint));
-    let mut v =
-        Verifier { c: checkpoint, findings: Vec::new(), known: BTreeSet::new(), seen: Vec::new(), tokenizer };
+    let mut v = Verifier {
+        c: checkpoint,
+        findings: Vec::new(),
+        known: BTreeSet::new(),
+        seen: Vec::new(),
+        act_order: Vec::new(),
+        tokenizer,
+    };
     v.weights();
+    v.act_order();
     v.together();
     v.strangers();
     v.declaration();
@@ -70,6 +77,8 @@ struct Verifier<'a> {
     known: BTreeSet<String>,
     /// What the matrices amount to, to compare them with each other.
     seen: Vec<Seen>,
+    /// Layers whose groups are made of any in features.
+    act_order: Vec<String>,
     /// If there is one: usable, or why not.
     tokenizer: Option<Result<Tokenizer>>,
 }
@@ -159,6 +168,9 @@ impl Verifier<'_> {
     }
 
     fn values(&mut self, layer: &Layer<'_>, input: Input) {
+        if layer.order.is_some() {
+            self.act_order.push(layer.name.clone());
+        }
         match values::problems(|name| self.c.tensor(name), &layer.detected, None) {
             Ok(problems) if problems.is_empty() => {
                 if let Err(e) = self.plausibility(layer, input) {
@@ -172,6 +184,16 @@ impl Verifier<'_> {
                 }
             }
             Err(e) => self.error(&layer.name, &e),
+        }
+    }
+
+    fn act_order(&mut self) {
+        if let [first, ..] = &self.act_order[..] {
+            let (subject, count) = (format!("{first}.g_idx"), self.act_order.len());
+            let message = format!(
+                "inputs of {count} layers are put into the order of their groups before they are multiplied"
+            );
+            self.add("act-order", Severity::Note, &subject, message);
         }
     }
 

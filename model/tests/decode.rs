@@ -1,14 +1,19 @@
 //! A decode step allocates nothing: counted, on every kernel and activation format.
+mod handmade;
 mod support;
 
 use q4_core::{ComputePath, Result};
 use q4_heap::{COUNTED, Heap};
+use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::plan::ActivationRequest;
 use q4_model::sampling::{Sampler, SamplingParams};
-use support::Setup;
+use support::{Setup, golden};
 
 #[global_allocator]
 static HEAP: Heap = COUNTED;
+
+/// A model that is made here.
+const ACT_ORDER: &str = "act-order";
 
 fn main() -> Result<()> {
     use ActivationRequest::{Auto, Int8, Native, Nvfp4};
@@ -19,10 +24,18 @@ fn main() -> Result<()> {
         ("qwen3_tiny_a/nvfp4_torchao_gs", Nvfp4),
         ("qwen3_tiny_b/nf4_bnb_dq", Native),
         ("qwen3_tiny_b/nf4_bnb", Int8),
+        (ACT_ORDER, Native),
+        (ACT_ORDER, Int8),
     ];
     for (path, activations) in cases {
         let setup = Setup { activations, compute: ComputePath::KernelOnly, ..Setup::default() };
-        let (_dispatch, mut runner) = setup.open(path)?;
+        let checkpoint = match path {
+            ACT_ORDER => handmade::act_order::shuffled("gptq", true).open()?,
+            path => Checkpoint::open(&golden(path), &OpenOptions::default())?,
+        };
+        let dispatch = setup.dispatch()?;
+        let loaded = setup.load(&checkpoint, &dispatch)?;
+        let mut runner = setup.runner(&loaded)?;
         runner.accept(&[1, 5, 9, 13])?;
         let params = SamplingParams { temperature: 0.8, top_k: 20, top_p: 0.9, ..SamplingParams::default() };
         let mut sampler = Sampler::new(params, runner.logits()?.len())?;

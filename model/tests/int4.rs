@@ -174,7 +174,21 @@ fn a_contradiction_names_its_layer_and_both_places() {
     refused("gptq_v2", &drop("qzeros"), SchemaInvalid, &[UP, other]);
     refused("gptq", &drop("qzeros"), SchemaInvalid, &[UP, "qzeros"]);
     let act_order = edit("g_idx", |t| t.bytes.swap(0, 4 * 40));
-    refused("gptq", &act_order, SchemaInvalid, &[UP, "g_idx", "act-order", "desc_act"]);
+    refused("gptq", &act_order, SchemaInvalid, &[UP, "g_idx", "act-order", "desc_act false"]);
+    let declared = |edit: fn(&mut handmade::Tensor)| {
+        move |m: &mut Model| {
+            m.config["quantization_config"]["desc_act"] = json!(true);
+            edit(m.edit(&format!("{UP}.g_idx")));
+        }
+    };
+    let negative = declared(|t| t.bytes[..4].fill(0xff));
+    refused("gptq", &negative, SchemaInvalid, &[UP, "g_idx", "0 to 1", "in feature 0 in group -1"]);
+    let beyond = declared(|t| t.bytes[4 * 63] = 2);
+    refused("gptq", &beyond, SchemaInvalid, &[UP, "g_idx", "scales`", "in feature 63 in group 2"]);
+    let unequal = declared(|t| t.bytes[0] = 1);
+    refused("gptq", &unequal, SchemaInvalid, &[UP, "g_idx", "32 in features in each", "31 in group 0"]);
+    let floats = declared(|t| t.dtype = "F32".into());
+    refused("gptq", &floats, SchemaInvalid, &[UP, "g_idx", "i32", "float32"]);
     let sixteen = edit("qzeros", |t| t.bytes[0] |= 0x0f);
     refused("auto_round", &sixteen, Code::ScaleInvalid, &[UP, "zero points of 0 to 15"]);
     let infinite = edit("scales", |t| t.bytes[..2].copy_from_slice(&[0, 0x7c]));

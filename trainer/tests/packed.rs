@@ -424,6 +424,32 @@ fn what_nobody_may_multiply_is_refused_before_the_first_step() {
     assert!(e.to_string().contains("random weights"), "{e}");
 }
 
+/// Inputs would have to change places, and their gradients back: it is refused, with what takes such a base.
+#[test]
+fn act_order_is_refused_as_a_packed_base() -> Result<()> {
+    let dir = tempfile::tempdir().expect("a folder");
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../conformance/golden/qwen3_tiny_a/gptq");
+    let mut file = std::fs::read(from.join("model.safetensors")).expect("read");
+    let start = 8 + u64::from_le_bytes(*file.first_chunk().expect("a length")) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&file[8..start]).expect("JSON");
+    let offsets = &header["model.layers.1.mlp.down_proj.g_idx"]["data_offsets"];
+    let [first, end] = [0, 1].map(|i| start + offsets[i].as_u64().expect("an offset") as usize);
+    file[first..end].rotate_left(4 * 8);
+    std::fs::write(dir.path().join("model.safetensors"), file).expect("written");
+    let config = std::fs::read_to_string(from.join("config.json")).expect("read");
+    let config = config.replace("\"desc_act\": false", "\"desc_act\": true");
+    std::fs::write(dir.path().join("config.json"), config).expect("written");
+
+    let e = Start::new(dir.path(), &[]).err().expect("refused");
+    assert_eq!(e.code(), Code::Unsupported, "{e}");
+    let text = e.to_string();
+    for word in ["model.layers.1.mlp.down_proj", "act-order", "lora.base = \"decoded\""] {
+        assert!(text.contains(word), "{word} is missing in {text}");
+    }
+    assert!(Start::new(dir.path(), &[("lora.base", "decoded")])?.products.is_none());
+    Ok(())
+}
+
 /// Adapters for the demo model, in a folder of its own.
 fn demo_run(dir: &Path) {
     prepare(dir);

@@ -254,13 +254,13 @@ impl Bench<'_> {
     fn kernels(&mut self, gpu: &Arc<Gpu>, threads: &ThreadPool) -> Result<()> {
         let (blocks, head) = (self.subject.loaded.model.blocks(), self.subject.loaded.model.head());
         let whole = |l: &&Linear| l.parts.len() == 1;
-        let of = |i: usize| blocks.iter().map(|b| b[i]).filter(whole).map(|l| &l.parts[0].0).collect();
+        let of = |i: usize| blocks.iter().map(|b| b[i]).filter(whole).map(|l| &l.parts[0].product).collect();
         let groups: [(&str, Vec<&Q4Linear>); 5] = [
             ("qkv", of(0)),
             ("o", of(1)),
             ("gate_up", of(2)),
             ("down", of(3)),
-            ("lm_head", head.iter().flat_map(|l| &l.parts).map(|(p, _)| p).collect()),
+            ("lm_head", head.iter().flat_map(|l| &l.parts).map(|p| &p.product).collect()),
         ];
         // Many rows of every product after few: a processor that has drawn much power runs slower for a
         // while.

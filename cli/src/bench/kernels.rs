@@ -18,13 +18,13 @@ pub(super) fn measure_all(
     let blocks = subject.loaded.model.blocks();
     let mut products = Vec::new();
     for of in 0..4 {
-        for (i, (first, _)) in blocks.first().map_or(&[][..], |b| &b[of].parts).iter().enumerate() {
-            let layers = blocks.iter().filter_map(|b| b[of].parts.get(i)).map(|p| &p.0);
-            products.push(layers.filter(|l| is_alike(l, first)).collect());
+        for (i, first) in blocks.first().map_or(&[][..], |b| &b[of].parts).iter().enumerate() {
+            let layers = blocks.iter().filter_map(|b| b[of].parts.get(i)).map(|p| &p.product);
+            products.push(layers.filter(|l| is_alike(l, &first.product)).collect());
         }
     }
     if let Some(head) = subject.loaded.model.head() {
-        products.extend(head.parts.iter().map(|p| vec![&p.0]));
+        products.extend(head.parts.iter().map(|p| vec![&p.product]));
     }
     for layers in &products {
         for m in [1, 8, 64, 512].into_iter().filter(|m| *m <= chunk) {

@@ -54,7 +54,9 @@ fn who(l: &Layer) -> String {
 }
 
 fn stored(l: &Layer) -> String {
-    format!("{}{}", l.schema.trim(), if l.quantized_on_load { ", quantised while loading" } else { "" })
+    let origin = if l.quantized_on_load { ", quantised while loading" } else { "" };
+    let order = if l.act_order { ", act-order" } else { "" };
+    format!("{}{origin}{order}", l.schema.trim())
 }
 
 fn refusals(body: &Body<'_>) -> Markup {

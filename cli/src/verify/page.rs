@@ -53,7 +53,8 @@ pub fn page<'a>(
     let numbers = matrices.iter().map(|m| {
         let shape = format!("[{}, {}]", m.shape[0], m.shape[1]);
         let bits = format!("{:.2}", m.bits);
-        vec![m.name.clone(), m.schema.trim().to_owned(), bits, shape, m.layout.to_owned()]
+        let order = if m.act_order { ", act-order" } else { "" };
+        vec![m.name.clone(), m.schema.trim().to_owned(), bits, shape, format!("{}{order}", m.layout)]
     });
     sections.push((
         "Formats",

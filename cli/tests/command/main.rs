@@ -12,6 +12,7 @@ macro_rules! absent {
     };
 }
 
+mod act_order;
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod attack;
 mod batch;

@@ -2,10 +2,11 @@
 //!
 //! Names and types say which layout it is, the configuration says what was meant, and here the two must
 //! agree.
+use super::order::{LayerRows, Order};
 use super::{Checkpoint, Container, declared::Rounded, stored::Stored, words};
 use q4_core::{
-    ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, Fp8Inputs, GlobalScale, Result, Rule,
-    ScaleLayout, Segment, SegmentData, TensorView,
+    ActGlobal, ActQuant, Activations, Code, Convention, DType, Error, Fp8Inputs, GlobalScale, Q4Weight,
+    Result, Rule, ScaleLayout, Segment, SegmentData, TensorView,
     detect::{Detected, Layout, QuantState, detect},
     read_floats,
 };
@@ -38,8 +39,11 @@ pub struct Layer<'a> {
     pub name: String,
     /// Layout, schema, shape and tensor names.
     pub detected: Detected,
-    /// The bytes; `rows` is `n`.
+    /// The bytes; `rows` is `n`. Columns are those of [`order`](Self::order).
     pub segment: Segment<'a>,
+    /// The in feature of each column, where it is not the column's own number: a product takes its inputs in
+    /// this order, and [`rows`](Self::rows) undoes it.
+    pub order: Option<Order>,
     /// What the checkpoint declares its inputs to be.
     pub declared: Activations,
     input_global: Option<GlobalScale>,
@@ -48,6 +52,16 @@ pub struct Layer<'a> {
 }
 
 impl Layer<'_> {
+    /// Its rows decoded, in features where the model has them.
+    ///
+    /// # Errors
+    /// [`Code::SchemaInvalid`] for parts that contradict the schema, which no bound layer has.
+    pub fn rows(&self) -> Result<LayerRows<'_>> {
+        let segments = std::slice::from_ref(&self.segment);
+        let weight = Q4Weight { schema: self.detected.schema, k: self.detected.k, segments };
+        LayerRows::new(&weight, self.order.as_ref())
+    }
+
     /// The quantiser of the tool that wrote the layer; layouts without one of their own have that of `.dat`
     /// files.
     pub fn rule(&self) -> Rule {
@@ -143,12 +157,17 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
         |key: &Option<String>| key.as_deref().map(|key| scale(key, &c.tensor(key)?, convention)).transpose();
     let (global, input_global) = (scalar(&detected.keys.global)?, scalar(&detected.keys.input_global)?);
     let segment = Segment { rows: n, data: data(c, &detected, global)? };
+    let order = match detected.layout {
+        Layout::Gptq => Order::of(c.store(), name, [k, k / detected.schema.block()])?,
+        _ => None,
+    };
     let tools = matches!(detected.layout, Layout::ModelOpt | Layout::CompressedTensors);
     let inputs = c.declaration().inputs(name)?;
     let lacks_input_scale = tools && input_global.is_none() && inputs == Some(true);
     let name = name.to_owned();
     let (native, fp8) = (Activations::Native, fp8_inputs(c, &name));
-    let mut layer = Layer { name, detected, segment, declared: native, input_global, lacks_input_scale, fp8 };
+    let mut layer =
+        Layer { name, detected, segment, order, declared: native, input_global, lacks_input_scale, fp8 };
     layer.declared = declared(c, &layer, inputs)?;
     Ok(layer)
 }

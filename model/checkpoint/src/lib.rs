@@ -16,6 +16,7 @@ mod layer;
 mod matrix;
 mod mlx;
 pub mod names;
+mod order;
 pub mod quantize;
 mod safetensors;
 mod shards;
@@ -31,6 +32,7 @@ pub use bytes::Bytes;
 pub use declared::{Declaration, Excluded, Method};
 pub use layer::Layer;
 pub use matrix::{Elements, Matrix};
+pub use order::{LayerRows, Order};
 pub use store::{Entry, SCANNED, TensorStore};
 pub use stored::{Container, Stored};
 pub use table::Table;
@@ -63,7 +65,7 @@ pub struct OpenOptions {
 ///
 /// ```
 /// use q4_checkpoint::{Checkpoint, OpenOptions};
-/// use q4_core::{Code, RowDecoder, Q4Weight};
+/// use q4_core::Code;
 /// use std::path::Path;
 ///
 /// let model = Checkpoint::open(Path::new("../../cli/demo"), &OpenOptions::default())?;
@@ -73,9 +75,8 @@ pub struct OpenOptions {
 /// // A linear layer by name, with the shape that the configuration gives it.
 /// let layer = model.layer("model.layers.0.mlp.down_proj", hidden, inner)?;
 /// assert_eq!(layer.detected.schema.id().to_string(), "nvfp4@1");
-/// let weight = Q4Weight { schema: layer.detected.schema, k: inner, segments: &[layer.segment] };
 /// let mut row = vec![0.0; inner];
-/// RowDecoder::new(&weight)?.row(0, &mut row);
+/// layer.rows()?.row(0, &mut row);
 /// assert!(row.iter().any(|v| *v != 0.0));
 ///
 /// // What the file does not say is not believed.

@@ -1,5 +1,6 @@
 //! Quantising a matrix of a model: what a format makes of it ([`q4_core::formats::quantize`]), and how much
 //! is lost.
+use crate::LayerRows;
 pub use q4_core::formats::Target;
 pub use q4_core::formats::nf4::ToNf4;
 pub use q4_core::formats::nvfp4::{Method, Scales, ToNvfp4, power_of_two_amax};
@@ -66,15 +67,16 @@ pub fn sqnr_db(rows: &Rows<'_>, quantized: &Quantized, threads: &ThreadPool) -> 
             decoder.k()
         )));
     }
-    ratio(&|row, to| rows.read(row * k, to).map(drop), &decoder, threads)
+    let read = |row: usize, to: &mut [f32]| rows.read(row * k, to).map(drop);
+    ratio([n, k], &read, &|row, to| decoder.row(row, to), threads)
 }
 
 /// As [`sqnr_db`] for two weights that are stored in any way, of which `original` is the signal.
 ///
 /// # Errors
 /// [`Code::ShapeMismatch`] for two different shapes.
-pub fn distance_db(original: &RowDecoder<'_>, other: &RowDecoder<'_>, threads: &ThreadPool) -> Result<f64> {
-    let [one, two] = [original, other].map(|decoder| [decoder.n(), decoder.k()]);
+pub fn distance_db(original: &LayerRows<'_>, other: &LayerRows<'_>, threads: &ThreadPool) -> Result<f64> {
+    let [one, two] = [original, other].map(LayerRows::shape);
     if one != two {
         let what = "two weights that are compared";
         return Err(Error::new(Code::ShapeMismatch, what).need(format!("{one:?}")).have(format!("{two:?}")));
@@ -83,23 +85,23 @@ pub fn distance_db(original: &RowDecoder<'_>, other: &RowDecoder<'_>, threads: &
         original.row(row, to);
         Ok(())
     };
-    ratio(&read, other, threads)
+    ratio(one, &read, &|row, to| other.row(row, to), threads)
 }
 
-/// `read` gives the rows of the signal.
+/// Of a matrix `[n, k]`: `read` gives the rows of the signal, `decode` the others.
 fn ratio(
+    [n, k]: [usize; 2],
     read: &(dyn Fn(usize, &mut [f32]) -> Result<()> + Sync),
-    decoder: &RowDecoder<'_>,
+    decode: &(dyn Fn(usize, &mut [f32]) + Sync),
     threads: &ThreadPool,
 ) -> Result<f64> {
-    let (n, k) = (decoder.n(), decoder.k());
     let step = (PIECE / k).max(1);
     let sums = parallel(threads, (0..n).step_by(step).collect(), |first: usize| {
         let (mut x, mut y) = (vec![0f32; k], vec![0f32; k]);
         let (mut signal, mut noise) = (0f64, 0f64);
         for row in first..(first + step).min(n) {
             read(row, &mut x)?;
-            decoder.row(row, &mut y);
+            decode(row, &mut y);
             for (&w, &d) in x.iter().zip(&y) {
                 signal += f64::from(w) * f64::from(w);
                 noise += (f64::from(w) - f64::from(d)).powi(2);

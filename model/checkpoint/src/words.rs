@@ -1,6 +1,8 @@
 //! int4 weights as tools pack them into words, taken apart once into the parts that the format has elsewhere:
 //! eight out features' zero points of compressed-tensors, and all of GPTQ and AWQ, whose matrices lie the
-//! other way round. Codes and scales of compressed-tensors are read where they lie.
+//! other way round; in features of GPTQ may be in any group. Codes and scales of compressed-tensors are read
+//! where they lie.
+use super::order::Order;
 use super::store::TensorStore;
 use super::table::Table;
 use super::table::{Kind, Tensor};
@@ -16,9 +18,9 @@ pub struct Packing {
     pub words: Words,
     /// Every zero point is to be the middle, and none is kept.
     pub symmetric: bool,
-    /// Groups are in the order of the in features unless `g_idx` says otherwise; without this it has to be
-    /// there and say so.
-    pub in_order: bool,
+    /// What `desc_act` says: whether in features may be in any group, as `g_idx` then has to tell. Where
+    /// nobody says it, `g_idx` does.
+    pub act_order: Option<bool>,
 }
 
 /// What is in place of words.
@@ -53,8 +55,8 @@ pub(super) fn zero_points(words: Words) -> ([usize; 8], u8) {
 ///
 /// # Errors
 /// [`Code::OutOfMemory`] for more than `memory` bytes, [`Code::SchemaInvalid`] for a file that stores as
-/// bytes what tools store as words, groups of GPTQ that are not in the order of the in features, or a layer
-/// of which nobody says how it is packed.
+/// bytes what tools store as words, groups that contradict each other or what is declared of their order, or
+/// a layer of which nobody says how it is packed.
 pub(super) fn apart(store: &TensorStore, packing: Option<Packing>, memory: Option<u64>) -> Result<Apart> {
     let mut out = Apart::default();
     // Bytes are what this file puts in the words' place: stored, they would be taken for them.
@@ -82,6 +84,29 @@ pub(super) fn apart(store: &TensorStore, packing: Option<Packing>, memory: Optio
         layer.take_apart(store, packing, &mut out)?;
     }
     Ok(out)
+}
+
+impl Packing {
+    /// Refuses another order than is declared, and one that is declared and not there: `order` of the layer
+    /// `name`, whose groups have `size` in features.
+    fn allows(&self, name: &str, order: Option<&Order>, has_index: bool, size: usize) -> Result<()> {
+        if self.act_order == Some(true) && !has_index {
+            return Err(Error::new(Code::SchemaInvalid, format!("`{name}`"))
+                .need("g_idx, as desc_act of config.json declares")
+                .have("no such tensor"));
+        }
+        let Some(order) = order.filter(|_| self.act_order == Some(false)) else { return Ok(()) };
+        let groups = order.groups(size).into_iter().enumerate();
+        let moved = groups.filter(|(i, group)| i / size != *group as usize);
+        let have = moved.map(|(i, group)| format!("in feature {i} in group {group}: act-order")).next();
+        let error = Error::new(Code::SchemaInvalid, format!("`{name}.g_idx`")).have(have.unwrap_or_default());
+        Err(match self.words {
+            Words::Awq => error.need("groups in the order of the in features: words of AWQ are in no other"),
+            Words::Gptq | Words::GptqV2 => error
+                .need("groups in the order of the in features, as desc_act false of config.json declares")
+                .fix("the config.json that was written with these weights: it says desc_act true"),
+        })
+    }
 }
 
 impl Apart {
@@ -194,19 +219,18 @@ impl<'a> Layer<'a> {
                 .need(format!("eight {need} features in a word, as config.json declares"))
                 .have(format!("eight {have} features")));
         }
+        let order = Order::of(store, name, [k, groups])?;
         let has_index = store.table().contains_key(&format!("{name}.g_idx"));
-        if !is_awq && !has_index && !packing.in_order {
-            return Err(Error::new(Code::SchemaInvalid, format!("`{name}`"))
-                .need("g_idx, as desc_act of config.json declares")
-                .have("no such tensor"));
-        }
-        if has_index {
-            in_order(name, words("g_idx")?, (k, groups), packing.in_order)?;
-        }
+        packing.allows(name, order.as_ref(), has_index, k / groups)?;
         // Signed and not, the two are told from each other.
-        out.add(format!("{name}.qweight"), if is_awq { &I8 } else { &U8 }, [n, k / 2], |to| match is_awq {
-            true => by_out_feature(qweight, [n, k], to),
-            false => transposed(qweight, [k / 8, n], to),
+        out.add(format!("{name}.qweight"), if is_awq { &I8 } else { &U8 }, [n, k / 2], |to| {
+            match is_awq {
+                true => by_out_feature(qweight, [n, k], to),
+                false => transposed(qweight, [k / 8, n], to),
+            }
+            if let Some(order) = &order {
+                order.gather_codes(to);
+            }
         });
         let scales = store.tensor(&format!("{name}.scales"))?.bytes.as_chunks::<2>().0;
         out.add(format!("{name}.scales"), kind, [n, groups], |to| transposed(scales, [groups, n], to));
@@ -228,24 +252,6 @@ impl<'a> Layer<'a> {
             .for_each(|part| store.release_tensor(&format!("{name}.{part}")));
         Ok(())
     }
-}
-
-/// Groups of the in features are the runs that they have without an index.
-fn in_order(name: &str, index: &[[u8; 4]], (k, groups): (usize, usize), declared: bool) -> Result<()> {
-    if index.len() != k {
-        return Err(Error::new(Code::SchemaInvalid, format!("`{name}.g_idx`"))
-            .need(format!("a group for each of the {k} in features of `{name}.qweight`"))
-            .have(index.len().to_string()));
-    }
-    let of = |word: &[u8; 4]| u32::from_le_bytes(*word) as usize;
-    let Some((i, group)) = index.iter().enumerate().find(|(i, g)| of(g) != i / (k / groups)) else {
-        return Ok(());
-    };
-    let said = if declared { "no desc_act in config.json" } else { "desc_act, as config.json declares" };
-    Err(Error::new(Code::SchemaInvalid, format!("`{name}.g_idx`"))
-        .need("groups in the order of the in features")
-        .have(format!("in feature {i} in group {}: act-order, with {said}", of(group)))
-        .fix("a version that was quantised with desc_act false or with a static group order"))
 }
 
 fn nibble(word: [u8; 4], at: usize) -> u8 {

@@ -36,7 +36,7 @@ pub fn dependents(loaded: &Loaded, rows: usize) -> Result<Vec<Dependent>> {
     let (mut seen, mut found) = (HashSet::new(), Vec::new());
     let blocks = loaded.model.blocks();
     let linears = blocks.iter().flatten().copied().chain(loaded.model.head());
-    for part in linears.flat_map(|linear: &Linear| &linear.parts).map(|(part, _)| part) {
+    for part in linears.flat_map(|linear: &Linear| &linear.parts).map(|part| &part.product) {
         let info = part.info();
         let way = (info.backend.clone(), info.path, info.activations.as_str(), info.n, info.k);
         if !seen.insert(way) {

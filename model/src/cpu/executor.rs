@@ -8,7 +8,7 @@ use crate::config::Rotation;
 use crate::executor::{Executor, Logits, Shape, Sizes, Slots};
 use crate::scan;
 use crate::watch::{Site, Watch, Written, go_on};
-use crate::weights::{Head, Home, Linear, StoredTable};
+use crate::weights::{Head, Home, Inputs, Linear, StoredTable};
 use half::{bf16, f16};
 use q4_core::{
     Code, DType, Element, Error, ExecContext, FuseSet, Fusion, Q4Linear, Result, TensorView, TensorViewMut,
@@ -62,6 +62,9 @@ impl Home for CpuHome {
     }
     fn table(&self, stored: StoredTable) -> Result<CpuTable> {
         Ok(CpuTable { stored, scale: self.embedding_scale })
+    }
+    fn linear(&self, linear: Linear) -> Result<Linear> {
+        Ok(linear)
     }
 }
 
@@ -354,13 +357,19 @@ impl CpuExecutor {
         out: &mut [f32],
     ) -> Result<()> {
         let pad = self.workspace.as_ptr().align_offset(64);
-        let len = self.workspace.len() - pad;
         let narrower = if fusion.gate { 2 } else { 1 };
-        for (part, column) in &weight.parts {
-            let (n, k) = (part.info().n / narrower, part.info().k);
-            let (width, column) = (weight.n / narrower, *column);
+        for part in &weight.parts {
+            let (order, column, rows) = (&part.order, part.column, part.gathered(m));
+            let part = &part.product;
+            let (n, k, width) = (part.info().n / narrower, part.info().k, weight.n / narrower);
+            let (gathered, scratch) = self.workspace[pad..].split_at_mut(rows);
+            let x = match order {
+                Some(order) => gather(order, &x[..m * k], k, gathered, &self.threads)?,
+                None => x,
+            };
+            let len = scratch.len();
             let mut cx = ExecContext::cpu(&self.threads);
-            cx.workspace = Some(TensorViewMut::of(&mut self.workspace[pad..], &[len])?);
+            cx.workspace = Some(TensorViewMut::of(scratch, &[len])?);
             let x = TensorView::matrix(x, m, k, k)?;
             match self.y {
                 DType::F16 => staged::<f16>(part, x, (m, n, width, column), &mut self.staging, out, &mut cx)?,
@@ -375,6 +384,23 @@ impl CpuExecutor {
         }
         Ok(())
     }
+}
+
+/// Rows of x, `k` elements each, in the order of a weight's columns: copies, so that a row's bits are its own.
+/// `to` has room for them at its start, aligned.
+fn gather<'a>(
+    order: &Inputs,
+    x: &[f32],
+    k: usize,
+    to: &'a mut [u8],
+    threads: &ThreadPool,
+) -> Result<&'a [f32]> {
+    let Inputs::Host(order) = order else {
+        return Err(Error::new(Code::Internal, "an order of inputs that is not in host memory"));
+    };
+    let to: &mut [f32] = &mut bytemuck::cast_slice_mut::<u8, f32>(to)[..x.len()];
+    each_row(to, k, threads, |r, row| order.gather(&x[r * k..][..k], row));
+    Ok(to)
 }
 
 /// A product whose output type is narrower than the slots': computed into `staging`, widened into `out`.

@@ -11,7 +11,7 @@ use crate::config::Rotation;
 use crate::executor::{Executor, Logits, Sizes, Slots};
 use crate::sampling::Sampler;
 use crate::watch::{Site, Watch, Written, go_on};
-use crate::weights::{Head, Linear};
+use crate::weights::{Head, Inputs, Linear};
 use q4_core::{Code, DType, Error, ExecContext, FuseSet, Fusion, Result, RmsNorm, TensorView, ThreadPool};
 use q4_cuda::{Buffer, Graph, Stream, view, view_mut};
 use std::sync::Arc;
@@ -232,6 +232,18 @@ impl CudaExecutor {
         unsafe { self.kernels.attend_one(qkv.ptr(), of_heads(norms)?, at, cache, partial, out, count, s) }
     }
 
+    /// Rows of x with their elements in the order of a weight's columns, at the start of the scratch.
+    fn gather(&self, order: &Inputs, x: &TensorView<'_>, [m, k]: [usize; 2]) -> Result<TensorView<'_>> {
+        let Inputs::Cuda(order) = order else {
+            return Err(Error::new(Code::Internal, "an order of inputs that is not on the device"));
+        };
+        let (from, to) = (x.as_ptr() as u64, self.workspace.ptr());
+        // SAFETY: x is `[m, k]`, dense, an order has k in features, and the scratch begins with room for the
+        // rows.
+        unsafe { self.kernels.gather(from, order.ptr(), to, (m, k), self.stream.raw())? };
+        view(&self.workspace, 0, x.dtype(), &[m, k])
+    }
+
     fn products(
         &mut self,
         x: TensorView<'_>,
@@ -239,14 +251,20 @@ impl CudaExecutor {
         fusion: &Fusion<'_>,
         out: &mut CudaTensor,
     ) -> Result<()> {
-        for (part, column) in &weight.parts {
-            let n = part.info().n / if fusion.gate { 2 } else { 1 };
-            let gpu = &self.kernels.gpu;
+        for part in &weight.parts {
+            let (m, gpu) = (out.rows(), &self.kernels.gpu);
+            let (order, column, rows) = (&part.order, part.column, part.gathered(m));
+            let (part, info) = (&part.product, part.product.info());
+            let n = info.n / if fusion.gate { 2 } else { 1 };
+            let x = match order {
+                Some(order) => self.gather(order, &x, [m, info.k])?,
+                None => x,
+            };
             let mut cx = ExecContext::on(gpu.device(), self.stream.raw(), &self.threads);
-            cx.workspace = Some(view_mut(&self.workspace, 0, DType::U8, &[self.workspace.len()])?);
-            let (m, info) = (out.rows(), part.info());
+            let scratch = self.workspace.len() - rows;
+            cx.workspace = Some(view_mut(&self.workspace, rows, DType::U8, &[scratch])?);
             gpu.enqueues(format_args!("`{}`, [{m}, {}] by [{}, {}]", part.name(), info.k, info.n, info.k));
-            let y = out.view_mut(*column, n)?;
+            let y = out.view_mut(column, n)?;
             match fusion.set() {
                 FuseSet::NONE => part.forward(x, y, &mut cx)?,
                 _ => part.forward_fused(x, fusion, y, &mut cx)?,

@@ -67,6 +67,7 @@ mirror! {
     struct Norm { x: u64, weight: u64, eps: f32, out: u64, width: i32 }
     struct Finite { x: u64, count: u64, flag: u64 }
     struct Add { x: u64, residual: u64, count: u64 }
+    struct Gather { x: u64, order: u64, out: u64, width: i32 }
     struct SiluMul { gate_up: u64, out: u64, width: i32 }
     struct RotateAppend {
         qkv: u64, q_weight: u64, k_weight: u64, eps: f32, cosine: u64, sine: u64, pages: Pages, keys: u64,
@@ -152,6 +153,7 @@ pub struct ModelKernels {
     norm: [Kernel<Norm>; 3],
     finite: [Kernel<Finite>; 3],
     add: Kernel<Add>,
+    gather: Kernel<Gather>,
     silu_mul: Kernel<SiluMul>,
     rotate_append: Kernel<RotateAppend>,
     attention: Kernel<Attend>,
@@ -267,6 +269,7 @@ impl ModelKernels {
             norm: of(&rows, "norm")?,
             finite: of(&rows, "finite")?,
             add: rows.get(&format!("add_{t}"))?,
+            gather: rows.get(&format!("gather_{t}"))?,
             silu_mul: rows.get(&format!("silu_mul_{t}"))?,
             rotate_append: rows.get(&format!("rotate_append_{t}"))?,
             attention: attention.get(&format!("attention_{t}"))?,
@@ -357,6 +360,24 @@ impl ModelKernels {
         let count = count as u64;
         // SAFETY: by contract.
         unsafe { self.add.launch(how, Add { x, residual, count }) }
+    }
+
+    /// `out[r, i] = x[r, order[i]]`, `[rows, width]` of what products read.
+    ///
+    /// # Safety
+    /// As above; the order's numbers are below `width`, and out is not x.
+    pub unsafe fn gather(
+        &self,
+        x: u64,
+        order: u64,
+        out: u64,
+        (rows, width): (usize, usize),
+        s: usize,
+    ) -> Result<()> {
+        let how = Launch::overlapping([width.div_ceil(1024), rows, 1], 256, 0, s);
+        let width = width as i32;
+        // SAFETY: by contract.
+        unsafe { self.gather.launch(how, Gather { x, order, out, width }) }
     }
 
     /// `out[rows, width] = silu(gate) * up`.
@@ -552,6 +573,7 @@ fn kernels_take_what_they_are_given() -> Result<()> {
         ROWS.takes::<Norm>(&of("norm"))?;
         ROWS.takes::<Finite>(&of("finite"))?;
         ROWS.takes::<Add>(&of("add"))?;
+        ROWS.takes::<Gather>(&of("gather"))?;
         ROWS.takes::<SiluMul>(&of("silu_mul"))?;
         ROWS.takes::<RotateAppend>(&of("rotate_append"))?;
         ATTENTION.takes::<Attend>(&of("attention"))?;

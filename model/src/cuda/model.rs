@@ -6,7 +6,7 @@ use super::slots::Layout;
 use crate::checkpoint::Elements;
 use crate::executor::Shape;
 use crate::graph::Decoder;
-use crate::weights::{Home, Linear, StoredTable};
+use crate::weights::{Home, Inputs, Linear, StoredTable};
 use bytemuck::Pod;
 use q4_core::memory::UnifiedMemory;
 use q4_core::{Code, DType, Error, FuseSet, Q4Linear, Result};
@@ -53,6 +53,15 @@ impl Home for CudaHome {
         };
         let buffer = buffer.map_err(|e| e.within(&table.name))?;
         Ok(CudaTable { buffer: Arc::new(buffer), dtype: table.elements.dtype(), rows: table.rows })
+    }
+    fn linear(&self, mut linear: Linear) -> Result<Linear> {
+        for part in &mut linear.parts {
+            if let Some(Inputs::Host(order)) = &part.order {
+                let buffer = self.stored(order.features());
+                part.order = Some(Inputs::Cuda(buffer.map_err(|e| e.within(part.product.name()))?));
+            }
+        }
+        Ok(linear)
     }
 }
 
@@ -106,6 +115,6 @@ impl CudaModel {
     /// Every product, first layer first, the head last.
     pub fn products(&self) -> impl Iterator<Item = &Q4Linear> {
         let layers = self.graph.blocks.iter().flat_map(|b| [&b.qkv, &b.o, &b.gate_up, &b.down]);
-        layers.chain(self.graph.head.product()).flat_map(|l| l.parts.iter().map(|(p, _)| p))
+        layers.chain(self.graph.head.product()).flat_map(|l| l.parts.iter().map(|p| &p.product))
     }
 }

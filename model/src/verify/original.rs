@@ -1,6 +1,6 @@
 //! How far the matrices of a model are from those of the one that it was made from.
 use crate::checkpoint::{Checkpoint, Head, Layer, names, quantize::distance_db};
-use q4_core::{Code, Error, Q4Weight, Result, RowDecoder, ThreadPool};
+use q4_core::{Code, Error, Result, ThreadPool};
 use serde::Serialize;
 
 /// One matrix.
@@ -14,6 +14,9 @@ pub struct Matrix {
     pub schema: String,
     /// How its tensors are arranged.
     pub layout: &'static str,
+    /// Whether its groups are made of any in features.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub act_order: bool,
     /// Bits that a weight takes, scales and all.
     pub bits: f64,
     /// Signal-to-noise ratio against the original, in dB: null where there is none, or where both are the
@@ -56,6 +59,7 @@ pub fn matrices(
             shape,
             schema: schema.to_string(),
             layout: layer.detected.layout.as_str(),
+            act_order: layer.order.is_some(),
             bits: 8.0 * schema.stored_bytes(shape[0], shape[1]) as f64 / (shape[0] * shape[1]) as f64,
             sqnr_db: of.filter(|db| db.is_finite()),
             same: of.map(|db| db == f64::INFINITY),
@@ -68,11 +72,7 @@ pub fn matrices(
 fn distance(layer: &Layer<'_>, original: &Checkpoint, threads: &ThreadPool) -> Result<f64> {
     let within = |e: Error| e.within("the original");
     let other = original.bind(&layer.name, layer.detected.n, layer.detected.k).map_err(within)?;
-    fn weight<'a>(layer: &'a Layer<'a>) -> Result<RowDecoder<'a>> {
-        let segments = std::slice::from_ref(&layer.segment);
-        RowDecoder::new(&Q4Weight { schema: layer.detected.schema, k: layer.detected.k, segments })
-    }
-    let db = distance_db(&weight(&other)?, &weight(layer)?, threads)?;
+    let db = distance_db(&other.rows()?, &layer.rows()?, threads)?;
     original.release(&other.detected);
     match db.is_nan() {
         true => {

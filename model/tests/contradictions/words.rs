@@ -4,7 +4,7 @@ use super::{Case, Q, UP, edit_record, edit_text, narrow, said};
 use q4_core::Code::SchemaInvalid;
 use serde_json::json;
 
-pub const WORDS: [Case; 18] = [
+pub const WORDS: [Case; 22] = [
     (
         "rows, and scales of groups",
         "gptq",
@@ -73,7 +73,7 @@ pub const WORDS: [Case; 18] = [
         ["up_proj.scales: need", "of qweight; have [2, 96]"],
     ),
     (
-        "q, k and v with an order of groups each, and none declared",
+        "q, k and v with an order of groups each, and another declared",
         "gptq",
         |m| {
             for (i, part) in ["q", "k", "v"].into_iter().enumerate() {
@@ -83,7 +83,54 @@ pub const WORDS: [Case; 18] = [
         },
         SchemaInvalid,
         "model.layers.0.self_attn.k_proj.g_idx`",
-        ["in feature 23 in group 1: act-order", "no desc_act in config.json"],
+        ["in feature 23 in group 1: act-order", "as desc_act false of config.json declares"],
+    ),
+    (
+        "an order of groups that the scales do not have",
+        "gptq",
+        |m| {
+            said(m)["desc_act"] = json!(true);
+            m.edit(&format!("{UP}.g_idx")).bytes[4 * 40] = 2;
+        },
+        SchemaInvalid,
+        "model.layers.0.mlp.up_proj.g_idx`",
+        ["0 to 1, as `model.layers.0.mlp.up_proj.scales` has them", "in feature 40 in group 2"],
+    ),
+    (
+        "an order with a group below the first",
+        "gptq",
+        |m| {
+            said(m)["desc_act"] = json!(true);
+            m.edit(&format!("{UP}.g_idx")).bytes[..4].fill(0xff);
+        },
+        SchemaInvalid,
+        "model.layers.0.mlp.up_proj.g_idx`",
+        ["0 to 1, as `model.layers.0.mlp.up_proj.scales` has them", "in feature 0 in group -1"],
+    ),
+    (
+        "an order of groups of two sizes",
+        "gptq",
+        |m| {
+            said(m)["desc_act"] = json!(true);
+            m.edit(&format!("{UP}.g_idx")).bytes[4 * 40] = 0;
+        },
+        SchemaInvalid,
+        "model.layers.0.mlp.up_proj.g_idx`",
+        [
+            "32 in features in each of the 2 groups of `model.layers.0.mlp.up_proj.scales`",
+            "have: 33 in group 0",
+        ],
+    ),
+    (
+        "an order of groups in numbers that are not whole",
+        "gptq",
+        |m| {
+            said(m)["desc_act"] = json!(true);
+            m.edit(&format!("{UP}.g_idx")).dtype = "F32".into();
+        },
+        SchemaInvalid,
+        "model.layers.0.mlp.up_proj.g_idx`",
+        ["need: i32", "have: float32"],
     ),
     (
         "an order of groups that is declared and not there",
@@ -117,7 +164,7 @@ pub const WORDS: [Case; 18] = [
         },
         SchemaInvalid,
         "model.layers.0.mlp.up_proj.g_idx`",
-        ["in feature 1 in group 1", "no desc_act in config.json"],
+        ["in feature 1 in group 1: act-order", "words of AWQ are in no other"],
     ),
     (
         "a dense matrix beside the words",

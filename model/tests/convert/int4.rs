@@ -1,5 +1,6 @@
 //! int4 between the layouts of three tools: there and back the bytes that they wrote, and refused by name
 //! what one of them cannot say.
+use super::handmade::act_order::{decoded, modules, shuffled};
 use super::handmade::{self, Model, Tensor};
 use super::plans::int4;
 use super::{answers, assert_on_disk, assert_same_tensors, converted, refused};
@@ -9,6 +10,7 @@ use q4_model::checkpoint::{Checkpoint, OpenOptions};
 use q4_model::export::{ExportPlan, export};
 use q4_model::verify::{Severity, verify};
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use std::path::Path;
 
 const LAYOUTS: [Layout; 3] = [Layout::CompressedTensors, Layout::Gptq, Layout::Awq];
@@ -83,6 +85,46 @@ fn same_bytes(name: &str, dir: &Path) -> Result<()> {
     assert_eq!(names(&tool), names(&own), "{name}");
     for (tool, own) in tool.iter().zip(&own) {
         assert!(tool == own, "{name}: {}", tool.name);
+    }
+    Ok(())
+}
+
+/// Act-order stays in GPTQ: every tensor as it was, and what is said of it.
+#[test]
+fn groups_of_any_in_features_are_written_back() -> Result<()> {
+    let dir = tempfile::tempdir().unwrap();
+    for (variant, shared) in [("gptq", true), ("gptq", false), ("auto_round", true)] {
+        let model = shuffled(variant, shared);
+        let (source, out) = (model.open()?, dir.path().join(format!("{variant}-{shared}")));
+        let report = converted(&source, &out, Layout::Gptq)?;
+        assert!(report.lossless && report.tensors.len() == 14, "{report:?}");
+        let (back, again) = (open(&out)?, dir.path().join(format!("{variant}-{shared}-again")));
+        let mut written = handmade::parse(&std::fs::read(out.join("model.safetensors")).unwrap()).0;
+        let mut stored = model.tensors.clone();
+        [&mut written, &mut stored].into_iter().for_each(|all| all.sort_by(|a, b| a.name.cmp(&b.name)));
+        assert!(written == stored, "{variant}, shared {shared}");
+        assert_eq!(declared(&out)["desc_act"], true);
+        back.bind_all()?;
+        assert_eq!(answers(&back)?, answers(&source)?, "{variant}, shared {shared}");
+        assert_eq!(converted(&back, &again, Layout::Gptq)?.sha256_decoded, report.sha256_decoded);
+
+        // The hash is that of the values where the model has them: by GPTQ's formula alone.
+        let mut hash = Sha256::new();
+        let mut contents: Vec<_> = stored.iter().filter(|t| t.name.ends_with(".weight")).cloned().collect();
+        for module in modules(&model) {
+            let values = decoded(&model, &module);
+            let n = model.get(&format!("{module}.qweight")).shape[1];
+            let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            contents.push(Tensor::new(&format!("{module}.weight"), "F32", &[n, values.len() / n], bytes));
+        }
+        contents.sort_by(|a, b| a.name.cmp(&b.name));
+        for t in contents {
+            let dtype = if t.dtype == "F32" { "float32" } else { "float16" };
+            let extents: Vec<_> = t.shape.iter().map(usize::to_string).collect();
+            hash.update(format!("{} {dtype} [{}]\n", t.name, extents.join(",")));
+            hash.update(&t.bytes);
+        }
+        assert_eq!(report.sha256_decoded, format!("{:x}", hash.finalize()), "{variant}, shared {shared}");
     }
     Ok(())
 }
@@ -171,10 +213,14 @@ fn configurations_say_what_tools_say() -> Result<()> {
 #[test]
 fn what_a_layout_cannot_say_is_refused_with_the_layer() -> Result<()> {
     let usage = |source: &Checkpoint, layout, parts: &[&str]| refused(source, layout, Code::Usage, parts);
+    // Groups of any in features, which GPTQ alone can say here.
     let mut act_order = Model::golden("a", "gptq");
+    act_order.config["quantization_config"]["desc_act"] = json!(true);
     act_order.edit(&format!("{UP}.g_idx")).bytes.swap(0, 4 * 40);
-    let e = act_order.open().expect_err("groups in another order").to_string();
-    assert!(e.contains(&format!("`{UP}.g_idx`")) && e.contains("act-order"), "{e}");
+    for layout in [Layout::CompressedTensors, Layout::Awq, Layout::Gguf] {
+        let parts = [&format!("`{UP}.g_idx`: act-order")[..], "exact counterpart", "--layout gptq"];
+        usage(&act_order.open()?, layout, &parts);
+    }
 
     // float16 holds neither 2^-30 nor 2^17, and bf16 does.
     for (bits, told) in

@@ -2,6 +2,7 @@
 //!
 //! A test that wrote its files with the code it tests could only show that the code agrees with itself.
 #![allow(dead_code, clippy::unwrap_used)]
+pub mod act_order;
 pub mod gguf;
 
 use q4_core::Result;

@@ -26,6 +26,7 @@ pub struct Setup {
     pub compute: ComputePath,
     pub activations: ActivationRequest,
     pub dtype: DType,
+    pub device: Device,
     pub chunk: usize,
     pub context: usize,
     pub all_logits: bool,
@@ -41,6 +42,7 @@ impl Default for Setup {
             compute: ComputePath::Auto,
             activations: ActivationRequest::Auto,
             dtype: DType::F32,
+            device: Device::Cpu,
             chunk: 16,
             context: 256,
             all_logits: false,
@@ -55,7 +57,8 @@ impl Setup {
     pub fn dispatch(&self) -> Result<Dispatch> {
         let overrides = Overrides { all: self.backend.map(str::to_owned), ..Overrides::default() };
         let policy = Policy { compute: self.compute, overrides, ..Policy::default() };
-        let options = BuiltinOptions { isa: self.isa.map(str::to_owned), ..BuiltinOptions::default() };
+        let cuda = if let Device::Cuda(ordinal) = self.device { Some(ordinal) } else { None };
+        let options = BuiltinOptions { isa: self.isa.map(str::to_owned), cuda, ..BuiltinOptions::default() };
         Ok(Dispatch::new(Registry::builtin(&options)?, policy))
     }
 
@@ -63,7 +66,7 @@ impl Setup {
         let options = PlanOptions {
             activations: self.activations,
             dtype: self.dtype,
-            device: Device::Cpu,
+            device: self.device,
             quantize: None,
             max_rows: self.chunk,
             ops: OpSet::FORWARD,

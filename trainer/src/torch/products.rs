@@ -3,7 +3,7 @@ use super::frozen::{Frozen, Place, device};
 use crate::config::{Compute, Config, Inputs};
 use q4_core::memory::human;
 use q4_core::{
-    BuiltinOptions, ComputePath, DType, Device, Dispatch, Error, Executed, OpSet, Overrides, Policy,
+    BuiltinOptions, Code, ComputePath, DType, Device, Dispatch, Error, Executed, OpSet, Overrides, Policy,
     Q4Weight, Registry, Result, ThreadPool, isa::Isa,
 };
 use q4_model::checkpoint::Checkpoint;
@@ -29,6 +29,7 @@ impl Products {
     /// # Errors
     /// As [`Plan::require`]: a product that nobody may serve, with everybody who was refused and why; a
     /// backend that was named and serves nothing; a `Q4_ISA` that is unknown or not there.
+    /// [`Code::Unsupported`] for a layer with act-order.
     pub fn plan(c: &Config, checkpoint: &Checkpoint, on: tch::Device, pool: Arc<ThreadPool>) -> Result<Self> {
         let computes = device(on);
         let cuda = if let Device::Cuda(n) = computes { Some(n) } else { None };
@@ -57,6 +58,14 @@ impl Products {
             }),
         };
         let plan = Plan::new(checkpoint, &dispatch, &options)?;
+        // Its inputs would have to change places, and their gradients back.
+        if let Some(product) = plan.products().find(|p| p.order.is_some()) {
+            let what = format!("{}: training on a packed base with act-order", product.spec.name());
+            return Err(Error::new(Code::Unsupported, what)
+                .need("groups in the order of the in features")
+                .have("a g_idx with another order")
+                .fix("lora.base = \"decoded\", or a base that was quantised with desc_act false"));
+        }
         plan.require(&dispatch).map_err(|e| e.within("training on a packed base"))?;
         Ok(Self { dispatch, plan, place: Place::new(on, pool)? })
     }

@@ -15,7 +15,7 @@ use crate::rng::{Philox, streams};
 use half::bf16;
 use q4_core::detect::Layout;
 use q4_core::formats::nvfp4;
-use q4_core::{Code, DType, Error, GlobalScale, Part, Q4Weight, Result, RowDecoder, Rule, read_floats};
+use q4_core::{Code, DType, Error, GlobalScale, Part, Result, Rule, read_floats};
 use q4_model::checkpoint::{Checkpoint, Head};
 use q4_model::config::DecoderConfig;
 use q4_model::quantize::{Method, Rows, Scales, Target, ToNvfp4, amax, power_of_two_amax, quantize};
@@ -487,11 +487,9 @@ fn read(checkpoint: &Checkpoint, module: &str, shape: &[usize], out: &mut [f32])
         let bound = checkpoint.bind(module, n, k)?;
         if bound.detected.layout != Layout::Dense {
             let layer = checkpoint.layer(module, n, k)?;
-            let segments = [layer.segment.clone()];
-            let decoder =
-                RowDecoder::new(&Q4Weight { schema: layer.detected.schema, k, segments: &segments })?;
+            let rows = layer.rows()?;
             for (row, out) in out.chunks_exact_mut(k).enumerate() {
-                decoder.row(row, out);
+                rows.row(row, out);
             }
             return Ok(());
         }

@@ -23,13 +23,17 @@ pub(super) fn gptq(c: &Value) -> Result<Declaration> {
         }
     }
     let symmetric = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
-    let in_order = present(c, "desc_act").and_then(Value::as_bool) != Some(true);
     int4(
         c,
-        (Method::Gptq, Packing { words, symmetric, in_order }),
+        (Method::Gptq, Packing { words, symmetric, act_order: act_order(c) }),
         ["bits", "group_size"],
         of("dynamic", patterns),
     )
+}
+
+/// Whether in features may be in any group, if it is said.
+fn act_order(c: &Value) -> Option<bool> {
+    present(c, "desc_act").and_then(Value::as_bool)
 }
 
 /// Modules that a field excludes.
@@ -49,7 +53,7 @@ pub(super) fn awq(c: &Value) -> Result<Declaration> {
     }
     let named = |ours, theirs| if present(c, ours).is_some() { ours } else { theirs };
     let fields = [named("bits", "w_bit"), named("group_size", "q_group_size")];
-    let packing = Packing { words: Words::Awq, symmetric: false, in_order: true };
+    let packing = Packing { words: Words::Awq, symmetric: false, act_order: Some(false) };
     int4(c, (Method::Awq, packing), fields, Excluded::of(CONFIG, c, &["modules_to_not_convert"]).collect())
 }
 
@@ -77,7 +81,11 @@ pub(super) fn auto_round(c: &Value) -> Result<Declaration> {
         layers.push(layer.clone());
     }
     let sym = present(c, "sym").and_then(Value::as_bool).unwrap_or(true);
-    let packing = Packing { words, symmetric: sym && words != Words::Awq, in_order: true };
+    let (symmetric, act_order) = match words {
+        Words::Awq => (false, Some(false)),
+        _ => (sym, act_order(c)),
+    };
+    let packing = Packing { words, symmetric, act_order };
     int4(c, (method, packing), ["bits", "group_size"], of("extra_config", layers))
 }
 

@@ -40,6 +40,8 @@ pub(super) struct Declared {
     pub inputs: bool,
     /// NF4 with quantised absmax.
     pub double: bool,
+    /// In features of some layers are in any group.
+    pub act_order: bool,
     /// What programs that decode compute in.
     pub dtype: Option<DType>,
     /// Linear layers that are not quantised.
@@ -60,6 +62,7 @@ pub(super) fn files(
         described: plan.target.schema().described(),
         inputs: false, // they would have to be calibrated
         double: plan.target.schema().wire().nested_block != 0,
+        act_order: false,
         dtype: matrices().next().map(|m| m.dtype),
         dense: dense_layers(matrices().all(|m| m.layer != head).then_some(head), kept),
     };
@@ -204,7 +207,7 @@ impl Declared {
             "bits": 4,
             "group_size": self.group_size(),
             "sym": is_symmetric,
-            "desc_act": false,
+            "desc_act": self.act_order,
             "checkpoint_format": "gptq",
             "lm_head": self.is_head_packed(),
             "pack_dtype": "int32",

@@ -7,7 +7,7 @@
 //! nothing; then nothing is said.
 use super::super::{Finding, Severity};
 use crate::checkpoint::{Checkpoint, Layer, names};
-use q4_core::{Q4Weight, Result, RowDecoder};
+use q4_core::Result;
 
 /// Median over the layers from which on a pair agrees.
 const AGREES: f64 = 0.5;
@@ -215,10 +215,9 @@ impl Norms {
         let d = &layer.detected;
         let mut norms = Self { rows: Vec::with_capacity(d.n), columns: vec![0.0; d.k] };
         let mut row = vec![0.0f32; d.k];
-        let segments = std::slice::from_ref(&layer.segment);
-        let decoder = RowDecoder::new(&Q4Weight { schema: d.schema, k: d.k, segments })?;
+        let rows = layer.rows()?;
         for r in 0..d.n {
-            decoder.row(r, &mut row);
+            rows.row(r, &mut row);
             norms.add(&row);
         }
         norms.rows.iter_mut().chain(&mut norms.columns).for_each(|v| *v = v.sqrt());

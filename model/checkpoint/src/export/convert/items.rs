@@ -192,6 +192,15 @@ impl<'a> Packed<'a> {
             .have(have)
             .fix("a layout of its format that does; nothing is rounded here"));
         }
+        if layer.order.is_some() && layout != Layout::Gptq {
+            return Err(Error::new(
+                Code::Usage,
+                format!("`{}.g_idx`: act-order, which layout {} cannot hold", layer.name, layout.as_str()),
+            )
+            .need("groups in the order of the in features")
+            .have("in features of any group, for which it has no exact counterpart")
+            .fix("keep the layout: --layout gptq"));
+        }
         let global = weight_scale(layer, layout, changed.as_deref_mut())?;
         let inputs = input_scale(layer, layout, changed)?;
         let schema = schema.plain(layout, global.map(GlobalScale::convention));
@@ -223,12 +232,22 @@ impl<'a> Packed<'a> {
         if d.schema.wire().nibble_order != self.schema.wire().nibble_order {
             parts.bytes_mut(Part::Codes).iter_mut().for_each(|b| *b = b.rotate_left(4));
         }
+        if let Some(order) = &self.layer.order {
+            order.scatter_codes(parts.bytes_mut(Part::Codes));
+        }
         let parts = d.schema.recast(parts, &self.schema);
         let mut parts = layout::parts(
             self.layout,
             self.dtype,
             &Quantized { schema: self.schema, n: d.n, k: d.k, parts },
         )?;
+        if let Some(order) = &self.layer.order {
+            let is_index = |entry: &Entry| entry.name.ends_with(".g_idx");
+            let index = self.entries().iter().position(is_index).and_then(|at| parts.get_mut(at));
+            let groups = order.groups(d.schema.block());
+            let index = index.ok_or_else(|| Error::new(Code::Internal, "act-order without a g_idx"))?;
+            *index = groups.into_iter().flat_map(u32::to_le_bytes).collect();
+        }
         parts.extend(self.inputs.map(|scale| scale.value().to_le_bytes().to_vec()));
         Ok(parts)
     }

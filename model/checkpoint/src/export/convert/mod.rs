@@ -262,6 +262,7 @@ impl Run<'_> {
             described: described(&self.items.iter().filter_map(|item| item.matrix).collect::<Vec<_>>())?,
             inputs: layers.iter().any(|l| l.input_scale().is_some() && l.declared != Activations::Native),
             double: layers.iter().any(|l| l.detected.keys.nested_absmax.is_some()),
+            act_order: layers.iter().any(|l| l.order.is_some()),
             dtype: Some(self.checkpoint.embedding_elements()?.dtype()),
             dense: declare::dense_layers(dense_head, tensors.map(|(name, _)| name.as_str())),
         };

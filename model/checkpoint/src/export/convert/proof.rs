@@ -5,7 +5,7 @@
 use super::contents::{Content, Contents};
 use crate::{Checkpoint, Layer, Stored};
 use q4_core::formats::e4m3;
-use q4_core::{Code, DType, Error, GlobalScale, Q4Weight, Result, RowDecoder, ThreadPool, read_floats};
+use q4_core::{Code, DType, Error, GlobalScale, Result, ThreadPool, read_floats};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
@@ -146,11 +146,7 @@ fn matrices(
         return Err(differs(name, &format!("{a:?}"), &format!("{b:?}")));
     }
     let (n, k) = a;
-    let segments = layers.map(|l| [l.segment.clone()]);
-    let decoder = |i: usize| {
-        RowDecoder::new(&Q4Weight { schema: layers[i].detected.schema, k, segments: &segments[i] })
-    };
-    let decoders = [decoder(0)?, decoder(1)?];
+    let decoders = [layers[0].rows()?, layers[1].rows()?];
     sides.iter().for_each(|side| side.begin(name, "float32", &[n, k]));
     let step = (PIECE / k).max(1);
     for first in (0..n).step_by(step) {
