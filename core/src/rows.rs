@@ -295,6 +295,25 @@ impl<'a> RowsMut<'a> {
 }
 
 impl RowsMut<'_> {
+    /// As [`put`](Self::put) of `N` values, of which those past the last column are left out; panics outside the
+    /// view.
+    ///
+    /// # Safety
+    /// No other task writes these elements.
+    #[inline]
+    pub unsafe fn put_lanes<const N: usize>(&self, r: usize, c: usize, values: &[f32; N]) {
+        if self.dtype == DType::F32 && r < self.rows && c + N <= self.cols {
+            // One store, where a slice of any length would be a call.
+            // SAFETY: inside the view, which is of this type, and not shared by the caller's promise.
+            return unsafe {
+                self.start.cast::<f32>().add(r * self.ld + c).cast::<[f32; N]>().write_unaligned(*values)
+            };
+        }
+        let fits = N.min(self.cols.saturating_sub(c));
+        // SAFETY: the caller's.
+        unsafe { self.put(r, c, &values[..fits]) }
+    }
+
     /// Adds `values` to row `r` of f32 from column `c` on; panics outside the view and for another type.
     ///
     /// # Safety
@@ -454,6 +473,14 @@ mod tests {
             [-1.0, -1.0, -1.0, -1.0, 512.0],
             "rounded to even, nothing else touched"
         );
+        let mut y = [0f32; 9];
+        let out = RowsMut::of(TensorViewMut::matrix(&mut y, 2, 3, 5)?)?;
+        // SAFETY: one task.
+        unsafe {
+            out.put_lanes(0, 1, &[1.0, 2.0]);
+            out.put_lanes(1, 1, &[3.0, 4.0, 5.0]);
+        }
+        assert_eq!(y, [0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 3.0, 4.0, 0.0], "a gap, and what has no column");
         Ok(())
     }
 

@@ -111,7 +111,11 @@ unsafe fn stream<L: Lanes, E: Encoding, const B: usize, const M: usize>(
             for place in &places {
                 place.fetch::<L>(at, w.group);
             }
-            let groups: [Group<L>; B] = std::array::from_fn(|b| places[b].group(at, w.group));
+            // Not by a closure: those of the standard library's functions are compiled without the set.
+            let mut groups = [Group { scale: L::splat(0.0), offset: L::splat(0.0) }; B];
+            for b in 0..B {
+                groups[b] = places[b].group(at, w.group);
+            }
             let acc = L::chain::<E, B, M>(tables, &groups, &codes, shape.words_per_chain, x, word);
             word += shape.words_per_chain;
             for b in 0..B {

@@ -11,7 +11,6 @@ const FETCHED: usize = (8 << 10) / (QUAD * LANES * 4) * CODES;
 
 /// Loop bounds of one weight.
 pub(crate) struct Shape {
-    n: usize,
     words: usize,
     groups: usize,
     pub chains: usize,
@@ -41,12 +40,19 @@ pub(crate) struct Codes {
 }
 
 /// What the elements of a group have in common.
-#[derive(Clone, Copy)]
 pub(crate) struct Group<L: Vector> {
     /// What their values are multiplied by.
     pub scale: L::F,
     /// What is added to values, scaled or not.
     pub offset: L::F,
+}
+
+// Whatever L is, its vectors are copied.
+impl<L: Vector> Copy for Group<L> {}
+impl<L: Vector> Clone for Group<L> {
+    fn clone(&self) -> Self {
+        *self
+    }
 }
 
 impl<L: Vector> Group<L> {
@@ -66,7 +72,6 @@ impl Shape {
     pub fn of<E: Encoding>(w: &Packed<E>) -> Self {
         let (k, chain) = (w.info.k, scale_group(w.group, CHAIN as u32));
         Self {
-            n: w.info.n,
             words: k / CODES,
             groups: k / w.group,
             chains: k / chain,
@@ -100,9 +105,8 @@ impl Shape {
     /// Only one task has this block.
     #[inline(always)]
     pub unsafe fn put(&self, y: &RowsMut<'_>, r: usize, block: usize, lanes: &[f32; LANES]) {
-        let first = block * LANES;
         // SAFETY: the caller's promise.
-        unsafe { y.put(r, first, &lanes[..LANES.min(self.n - first)]) }
+        unsafe { y.put_lanes(r, block * LANES, lanes) }
     }
 }
 
@@ -135,17 +139,18 @@ impl<E: Encoding> Place<E> {
         // SAFETY: the caller's; offsets lie as scales do, and there are nests where the encoding has them.
         unsafe {
             let at = g * self.step * LANES;
-            let nest = || {
-                let nest = self.nests.add(g * group / NEST * self.step);
-                [&raw const (*nest)[0], &raw const (*nest)[1]].map(|nest| L::load_f16(nest.cast()))
-            };
+            let nest = self.nests.wrapping_add(g * group / NEST * self.step);
             let scale = E::Scale::load::<L>(self.scales.add(at));
-            let scale = if E::NESTED { L::mul(scale, nest()[0]) } else { scale };
+            let scale =
+                if E::NESTED { L::mul(scale, L::load_f16((&raw const (*nest)[0]).cast())) } else { scale };
             let offset = match E::OFFSET {
                 Offset::None => L::splat(0.0),
                 Offset::Zero => L::mul(E::Offset::load::<L>(self.offsets.add(at)), L::splat(-1.0)),
                 // What minima are multiplied by is kept negative.
-                Offset::Minimum => L::mul(E::Offset::load::<L>(self.offsets.add(at)), nest()[1]),
+                Offset::Minimum => {
+                    let nest = L::load_f16((&raw const (*nest)[1]).cast());
+                    L::mul(E::Offset::load::<L>(self.offsets.add(at)), nest)
+                }
                 Offset::Bias => E::Offset::load::<L>(self.offsets.add(at)),
             };
             Group { scale, offset }

@@ -41,22 +41,32 @@ impl Vector for Avx2 {
     #[inline(always)]
     unsafe fn load_bf16(p: *const bf16) -> Self::F {
         unsafe {
-            let eight = |p: *const bf16| _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-            [p, p.add(8)].map(|p| _mm256_castsi256_ps(_mm256_slli_epi32(eight(p), 16)))
+            let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(8).cast()));
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32(low, 16)),
+                _mm256_castsi256_ps(_mm256_slli_epi32(high, 16)),
+            ]
         }
     }
     /// The power below the normal range has the bit below its exponent.
     #[inline(always)]
     unsafe fn load_e8m0(p: *const u8) -> Self::F {
         unsafe {
-            let eight = |p: *const u8| _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())), 23);
             let least = _mm256_set1_epi32(0x0040_0000);
-            [p, p.add(8)].map(|p| _mm256_castsi256_ps(_mm256_max_epi32(eight(p), least)))
+            let low = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())), 23);
+            let high = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.add(8).cast())), 23);
+            let (low, high) = (_mm256_max_epi32(low, least), _mm256_max_epi32(high, least));
+            [_mm256_castsi256_ps(low), _mm256_castsi256_ps(high)]
         }
     }
     #[inline(always)]
     unsafe fn load_u8(p: *const u8) -> Self::F {
-        unsafe { [p, p.add(8)].map(|p| _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast())))) }
+        unsafe {
+            let low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+            let high = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.add(8).cast()));
+            [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)]
+        }
     }
     #[inline(always)]
     unsafe fn store(v: Self::F, p: *mut f32) {
