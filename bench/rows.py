@@ -81,15 +81,16 @@ def timed():
     print(json.dumps({"machine": machine(), "commit": said("git", "rev-parse", "HEAD"), "rows": ROWS}))
 
 
-def take(path):
-    """Takes the rows of such a part; what was measured elsewhere, or of an earlier commit, says so."""
+def take(path, names=""):
+    """Takes the rows of such a part whose name has this pattern; what was measured elsewhere, or of an earlier commit,
+    says so."""
     part = json.loads(path.read_text())
     at = part["machine"]
     of = f" of {at['of']}" if "of" in at else ""
     where = "" if at == machine() else f"; {at['cpu']}, {at['processors']}{of} processors"
     if part.get("commit") not in (None, said("git", "rev-parse", "HEAD")):
         where += f"; measured at {part['commit'][:7]}"
-    ROWS.extend({**r, "unit": r["unit"] + where} for r in part["rows"])
+    ROWS.extend({**r, "unit": r["unit"] + where} for r in part["rows"] if re.search(names, r["name"]))
 
 
 def said(*command):
