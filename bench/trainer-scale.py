@@ -154,10 +154,15 @@ def layouts():
 
 
 def short_rows():
-    """Rows of talk, a fifth as long as a row of the batch: what padding costs, beside an earlier q4-train (Q4_BEFORE)."""
-    rows.must(Q4, "--write-corpus", WORK / "corpus")
-    lines = [l for l in (WORK / "corpus/train.jsonl").read_text().splitlines() if "messages" in l and len(l) < 250]
+    """What padding and packing cost beside an earlier q4-train (Q4_BEFORE): rows of Q4_SHORT_ROWS, else of the corpus."""
+    file = os.environ.get("Q4_SHORT_ROWS")
+    if not file:
+        rows.must(Q4, "--write-corpus", WORK / "corpus")
+        file = WORK / "corpus/train.jsonl"
+    lines = [l for l in pathlib.Path(file).read_text().splitlines() if "messages" in l and len(l) < 250]
     (WORK / "talk.jsonl").write_text("\n".join(lines[:2000]))
+    shown = train("--set", "data.train=talk.jsonl", "--set", "data.seq=128", "--preview", 2000)["preview"]
+    length = statistics.mean(r["tokens"] for r in shown)
     words = ["--set", "data.train=talk.jsonl", "--set", "data.seq=128", "--set", "data.rows=32", "--set", "train.steps=9"]
     words += ["--set", "train.profile=[4,6,8]", "--set", "schedule.warmup=1"]
 
@@ -173,8 +178,9 @@ def short_rows():
             # Whoever comes second finds another machine: turns change.
             pair = [seconds(q4, packing) for q4 in ((before, Q4), (Q4, before))[i % 2]]
             ratios.append(pair[0] / pair[1] if i % 2 == 0 else pair[1] / pair[0])
-        rows.row(f"tokens a second of short rows, packing = {packing}", ratios and round(statistics.median(ratios), 3) or None,
-                 "times those of an earlier q4-train, same batches, median of 3 pairs", need, "Q4_BEFORE names none")
+        unit = f"times those of an earlier q4-train, batches of 32 x 128, rows of {length:.0f}, median of 3 pairs"
+        rows.row(f"tokens a second of short rows, packing = {packing}",
+                 round(statistics.median(ratios), 3) if ratios else None, unit, need, "Q4_BEFORE names none")
 
 
 data()
