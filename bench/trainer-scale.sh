@@ -5,6 +5,8 @@
 #
 # Q4_PEERS names a Python that has datasets, peft, tensorboard, torch, transformers and trl (CPU is enough);
 # without it they are installed beside the build. mpirun is Debian's (openmpi-bin).
+# Q4_BEFORE names an earlier q4-train, whose rate with short rows is compared: rows of the file Q4_SHORT_ROWS, else
+# of the corpus.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source trainer/libtorch.sh
