@@ -90,7 +90,8 @@ def take(path, names=""):
     where = "" if at == machine() else f"; {at['cpu']}, {at['processors']}{of} processors"
     if part.get("commit") not in (None, said("git", "rev-parse", "HEAD")):
         where += f"; measured at {part['commit'][:7]}"
-    ROWS.extend({**r, "unit": r["unit"] + where} for r in part["rows"] if re.search(names, r["name"]))
+    some = (r for r in part["rows"] if re.search(names, r["name"]))
+    ROWS.extend(r if r["value"] is None else {**r, "unit": r["unit"] + where} for r in some)
 
 
 def said(*command):
