@@ -6,7 +6,7 @@ use crate::lattice::{Problem, hash};
 use crate::limits::segments;
 use crate::stored::mix;
 use crate::tolerance::{Exact, Terms, backward_terms, bound_of_sum};
-use q4_core::oracle::{Column, Input};
+use q4_core::oracle::{Column, Input, Units};
 use q4_core::stage::Staged;
 use q4_core::{
     Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec, OpSet, PreparedWeight, Q4Weight, Reject,
@@ -391,12 +391,13 @@ pub(crate) fn exact_backward(problem: &Problem<'_>, dy: &[f32]) -> Result<Exact>
 
 /// What the bound of a forward result depends on.
 pub(crate) fn forward_bound(path: ExecPath, problem: &Problem<'_>) -> Terms {
-    Terms { path, out: problem.io, k: problem.weight.k }
+    let units = Units::of(path, &problem.activations);
+    Terms { path, units, out: problem.io, k: problem.weight.k }
 }
 
 /// What the bound of a gradient depends on.
 pub(crate) fn backward_bound(path: ExecPath, problem: &Problem<'_>) -> Terms {
-    Terms { path, out: problem.io, k: backward_terms(problem.weight.n()) }
+    Terms { path, units: Units::Full, out: problem.io, k: backward_terms(problem.weight.n()) }
 }
 
 /// Decodes into `out` type with `layout` and compares bit for bit; the sign of zero is not judged.

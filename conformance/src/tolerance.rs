@@ -5,7 +5,8 @@
 //! result is evenly spread over at most its bound, a mean square of 1/3 with a deviation of 0.3 per element;
 //! over 32 elements the share below is more than four deviations away from the worst case of that, so a row
 //! that exceeds it is biased. Elements that are the same but for a power of two round alike and count once.
-use q4_core::{Code, DType, Error, ExecPath, Result, oracle};
+use q4_core::oracle::{self, Units};
+use q4_core::{Code, DType, Error, ExecPath, Result};
 use std::collections::BTreeSet;
 
 /// Root mean square of error over bound that a row or a column may have.
@@ -29,6 +30,8 @@ pub struct Exact {
 pub struct Terms {
     /// Path that computed.
     pub path: ExecPath,
+    /// What added up.
+    pub units: Units,
     /// Type of the results.
     pub out: DType,
     /// Terms of each sum.
@@ -126,7 +129,7 @@ impl Exact {
 
 /// The elementwise bound.
 pub fn bound(t: Terms, exact: f64, abs_sum: f64) -> f64 {
-    oracle::bound(t.path, t.out, t.k, exact, abs_sum)
+    oracle::bound(t.path, t.units, t.out, t.k, exact, abs_sum)
 }
 
 /// Largest error of a sum of results, each with its sign, from the sums of their exact magnitudes and of the
@@ -153,7 +156,7 @@ fn saturates(out: DType, exact: f64, limit: f64) -> bool {
 mod tests {
     use super::*;
 
-    const TERMS: Terms = Terms { path: ExecPath::FusedDequant, out: DType::F32, k: 64 };
+    const TERMS: Terms = Terms { path: ExecPath::FusedDequant, units: Units::Full, out: DType::F32, k: 64 };
 
     fn exact(n: usize) -> Exact {
         Exact { m: 1, n, values: (0..n).map(|i| (1.0 + i as f64, 40.0)).collect() }

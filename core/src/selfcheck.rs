@@ -5,7 +5,7 @@
 //! model's.
 mod group;
 
-use crate::oracle::{Column, Input, act_global, bound};
+use crate::oracle::{Column, Input, Units, act_global, bound};
 use crate::stage::Staged;
 use crate::{
     ActGlobal, ActQuant, Activations, Code, DType, Device, Error, ExecContext, ExecPath, LinearSpec,
@@ -179,12 +179,12 @@ pub fn check(
         if let Some(at) = y.unwritten() {
             return Err(fail(format!("y[{}, {}] was not written", at / n, at % n)));
         }
-        let inputs = inputs(m);
+        let (inputs, units) = (inputs(m), Units::of(path, &spec.activations));
         let input = quantised(&values[..m * k], &inputs, k, spec)?;
         for (i, (column, weight)) in columns.iter().zip(&weights).enumerate() {
             let part = i % inputs.len();
             let (exact, abs) = input.dot(part, weight);
-            let (got, limit) = (y.at(inputs[part] * n + column), bound(path, spec.y, k, exact, abs));
+            let (got, limit) = (y.at(inputs[part] * n + column), bound(path, units, spec.y, k, exact, abs));
             let ratio = (got - exact).abs() / limit;
             // A weight that is not finite, or a result that y cannot hold: no number is right.
             let is_lost = !got.is_finite()

@@ -2,7 +2,7 @@
 //! without their memory.
 #![cfg(feature = "torch")]
 use q4_core::detect::Layout;
-use q4_core::oracle::bound;
+use q4_core::oracle::{Units, bound};
 use q4_core::{
     BackendDescriptor, Built, BuiltinOptions, Code, DType, ExecContext, ExecPath, HostEnv, LinearSpec, OpSet,
     PreparedWeight, ProbeItem, Q4Backend, Q4Weight, Registration, Reject, RejectCode, Result, ThreadPool,
@@ -182,7 +182,7 @@ fn a_product_and_its_gradient_are_exact_but_for_rounding() -> Result<()> {
             let mut worst = 0f64;
             for ((got, chain), (exact, abs)) in [(y, k), (dx, n)].iter().zip(exact.iter().zip(&abs)) {
                 for ((got, exact), abs) in numbers(&wide(got)).iter().zip(numbers(exact)).zip(numbers(abs)) {
-                    let limit = bound(info.path, DType::F32, *chain, exact, abs);
+                    let limit = bound(info.path, Units::Full, DType::F32, *chain, exact, abs);
                     assert!(
                         (got - exact).abs() <= limit,
                         "{format}: {module}: {got}, exact {exact} within {limit}"

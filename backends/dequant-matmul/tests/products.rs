@@ -5,7 +5,7 @@ mod contract;
 
 use contract::{IO, Subject, backward, both, built, forward, subjects};
 use q4_conformance::Problem;
-use q4_core::oracle::bound;
+use q4_core::oracle::{Units, bound};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     ActGlobal, ActQuant, Activations, Code, Convention, DType, Dense, ExecContext, ExecPath, GlobalScale,
@@ -99,7 +99,7 @@ fn a_half_precision_copy_keeps_rows_of_any_size() -> Result<()> {
     for (y, row) in forward(&*w, &p.x, types, &pool)?.iter().zip(values.chunks(k)) {
         let terms = p.x.iter().zip(row).map(|(x, w)| f64::from(*x) * f64::from(*w));
         let (exact, abs) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
-        let limit = bound(ExecPath::DequantMatmul, DType::F16, k, exact, abs);
+        let limit = bound(ExecPath::DequantMatmul, Units::Full, DType::F16, k, exact, abs);
         assert!((f64::from(*y) - exact).abs() <= limit, "{y}, not {exact} within {limit}");
     }
     for (r, size) in sizes.iter().enumerate() {

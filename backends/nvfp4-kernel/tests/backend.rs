@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use q4_core::formats::Format;
 use q4_core::formats::sample::{Draw, mix, uniform};
-use q4_core::oracle::{Column, Input, bound};
+use q4_core::oracle::{Column, Input, Units, bound};
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     ActGlobal, ActQuant, Activations, BuiltinOptions, Code, Convention, DType, Device, Dispatch, ExecContext,
@@ -101,7 +101,7 @@ fn decoding_is_exact_and_the_gradient_is_that_of_the_decoded_weight() {
             for c in 0..k {
                 let terms = (0..n).map(|o| f64::from(dy[r * n + o]) * f64::from(decoded[o * k + c]));
                 let (exact, abs) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
-                let limit = bound(ExecPath::FusedDequant, DType::F32, n, exact, abs);
+                let limit = bound(ExecPath::FusedDequant, Units::Full, DType::F32, n, exact, abs);
                 assert!((f64::from(dx[r * k + c]) - exact).abs() <= limit, "dx[{r}, {c}]");
             }
         }
@@ -294,7 +294,7 @@ impl Weight {
                 let column = Column::new(&decoder, o);
                 for r in 0..m {
                     let (exact, abs) = quantised.dot(r, &column);
-                    let limit = bound(ExecPath::FusedDequant, y, self.k, exact, abs);
+                    let limit = bound(ExecPath::FusedDequant, Units::Full, y, self.k, exact, abs);
                     let got = f64::from(out[r * n + o]);
                     let what = format!("y[{r}, {o}] of {m}x{n}x{} {activations:?} {x}->{y}", self.k);
                     assert!((got - exact).abs() <= limit, "{what}: {got} for {exact} within {limit}");

@@ -74,7 +74,7 @@ fn check(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, set: FuseSet)
             (true, Activations::Native) => 2.0 * roundoff(problem.io),
             (true, _) => 2.0 * roundoff(problem.io) + 0.01,
         };
-        let terms = Terms { path, out: DType::F32, k };
+        let terms = Terms { out: DType::F32, ..product::forward_bound(path, problem) };
         let sum = |r: usize, c: usize| {
             let (v, size) = exact.values[r * n + c];
             (v, bound(terms, v, size) + size * slack)

@@ -9,7 +9,7 @@ use crate::lattice::Problem;
 use crate::limits::IO;
 use crate::product::{self, Lent, failed};
 use crate::tolerance::{Terms, backward_terms};
-use q4_core::oracle::roundoff;
+use q4_core::oracle::{Units, roundoff};
 use q4_core::{DType, ExecPath, LinearSpec, OpSet, Result};
 
 /// `[n, k, m]`: one row, some, and more than a tile of them.
@@ -77,7 +77,7 @@ fn backward(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>, y: DType) 
     // A dense copy has the type of y.
     let is_coarser = path == ExecPath::DequantMatmul && roundoff(y) > roundoff(problem.io);
     let out = if is_coarser { y } else { problem.io };
-    let terms = Terms { path, out, k: backward_terms(problem.weight.n()) };
+    let terms = Terms { path, units: Units::Full, out, k: backward_terms(problem.weight.n()) };
     let mut worst = 0f64;
     for lent in LENT {
         let (from, to) = ((y, &dy[..], problem.m), (problem.io, problem.weight.k));

@@ -1,6 +1,6 @@
 //! The same gate for weights that one call multiplies.
 use super::{IoBuffer, Room, SelfChecks, kind, noise};
-use crate::oracle::{Column, Input, bound};
+use crate::oracle::{Column, Input, Units, bound};
 use crate::stage::StagedGroup;
 use crate::{
     Code, Device, Error, ExecContext, LinearSpec, PreparedGroup, PreparedInfo, Q4Weight, Result, RowDecoder,
@@ -93,10 +93,11 @@ fn check(
         let values = x.to_f32();
         for (e, (decoder, spec)) in decoders.iter().zip(specs).enumerate() {
             let input = Input::new(&values, k, &spec.activations, spec.x)?;
+            let units = Units::of(info.path, &spec.activations);
             for r in at[e] as usize..at[e + 1] as usize {
                 for column in [0, n / 2, n - 1] {
                     let (exact, abs) = input.dot(r, &Column::new(decoder, column));
-                    let (got, limit) = (y.at(r * n + column), bound(info.path, spec.y, k, exact, abs));
+                    let (got, limit) = (y.at(r * n + column), bound(info.path, units, spec.y, k, exact, abs));
                     let ratio = (got - exact).abs() / limit;
                     if ratio.is_nan() || ratio > 1.0 {
                         return Err(fail(format!("y[{r}, {column}] of weight {e} is wrong"))

@@ -82,7 +82,7 @@ template <int J, int R> DEVICE void look_up(Operands &o, const u32 *w, u32 table
 DEVICE void fetch(Operands &o, u32 (&c)[4 * OF_EIGHT], u32 unit, int s, int lane) {
 #pragma unroll
     for (int i = 0; i < 4 * OF_EIGHT; i += 4)
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(c[i]), "=r"(c[i + 1]), "=r"(c[i + 2]), "=r"(c[i + 3]) : "r"(unit + s * TILE_CODES + i * 128 + lane * 16) : "memory");
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(c[i]), "=r"(c[i + 1]), "=r"(c[i + 2]), "=r"(c[i + 3]) : "r"(unit + s * TILE_CODES + i * 128 + place_of(lane)) : "memory");
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(o.scale[0]), "=r"(o.scale[1]) : "r"(unit + SCALES_AT + lane / 4 * 16 + s * 8) : "memory");
 }
 // The `I`th quarter of the operands.

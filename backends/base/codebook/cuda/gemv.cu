@@ -205,7 +205,7 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
             u32 scale[4], words[2 * OF_EIGHT][4]; // scales of rows n and n + 8 in the first tile, then in the second
             lds4(scale, slot + SCALES_AT - lane * 16 + n * 16);
 #pragma unroll
-            for (int i = 0; i < 2 * OF_EIGHT; i++) lds4(words[i], slot + 512 * i);
+            for (int i = 0; i < 2 * OF_EIGHT; i++) lds4(words[i], slot - lane * 16 + place_of(lane) + 512 * i);
             __syncwarp(); // every lane has read the slot
             fetch<SPLIT>(p, r, f, slot, lane);
             slot = slot + UNIT == ring + STAGES * UNIT ? ring : slot + UNIT;

@@ -6,7 +6,8 @@
 // bytes 16 l to 16 l + 15: row l / 4, then row l / 4 + 8; byte i of a row has k = 8 i + 2 (l % 4) in its low
 // half and the k after it in the other, so that the codes of a lane are its part of operands of tensor cores.
 // Codes that are bytes: the same of row l / 4, and 512 bytes behind it of row l / 4 + 8, where of four bytes
-// the first and third have the k of what would be one byte, the second and fourth those of the next. Words
+// the first and third have the k of what would be one byte, the second and fourth those of the next; and the
+// four lanes of a row are turned (place_of), so that tensor cores can read the lines as they are. Words
 // of scales: for every row of the upper eight, its own and that of the row 8 below, in the first tile, then
 // in the second. What is padding has scale 0. Elsewhere: codes as they are stored, of two in a byte the first
 // in the low half; scales f32 [n][k / group], then, with ZEROS, as many negatives of zero points, f32.
@@ -21,15 +22,16 @@ struct Weight {
 __device__ __forceinline__ u8 *code_at(const Weight &w, u32 row, u32 k) {
     if (!w.units) return (u8 *)w.codes + ((u64)row * w.k + k) / (8 / CODE_BITS);
     u64 unit = (u64)(row >> 4) * w.units + (k >> 7);
-    u8 *lane = (u8 *)w.codes + unit * UNIT + (k >> 6 & 1) * TILE_CODES + ((row & 7) * 4 + (k >> 1 & 3)) * 16;
+    u8 *lane = (u8 *)w.codes + unit * UNIT + (k >> 6 & 1) * TILE_CODES + place_of((row & 7) * 4 + (k >> 1 & 3));
     u32 i = k >> 3 & 7;
     return CODE_BITS == 8 ? lane + (row & 8) * 64 + (i & 6) * 2 + (i & 1) + (k & 1) * 2 : lane + (row & 8) + i;
 }
 // The code there.
 __device__ __forceinline__ u32 code_of(const u8 *at, u32 k) { return CODE_BITS == 8 ? *at : *at >> 4 * (k & 1) & 15; }
 // Bytes from there to that of k + j, where k is a multiple of 8.
-__device__ __forceinline__ u32 code_step(const Weight &w, u32 j) {
-    if (CODE_BITS == 8) return w.units ? 16 * (j / 2) + 2 * (j & 1) : j;
+__device__ __forceinline__ int code_step(const Weight &w, u32 row, u32 j) {
+    u32 turn = turn_of(row);
+    if (CODE_BITS == 8) return w.units ? 16 * (int)((j / 2 ^ turn) - turn) + 2 * (j & 1) : j;
     return w.units ? 16 * (j / 2) : j / 2;
 }
 // The word with the scale of (row, k).

@@ -20,7 +20,7 @@ extern "C" __global__ void levels_pack(const u8 *codes, const u32 *scales, const
     constexpr u32 EACH = 8 / CODE_BITS; // codes of a byte
     const u8 *c = codes + ((u64)row * w.k + k) / EACH;
     u8 *to = code_at(w, first + row, k);
-    for (u32 i = 0; i < 8 / EACH; i++) to[code_step(w, i * EACH)] = EACH == 2 && high_first ? (u8)(c[i] << 4 | c[i] >> 4) : c[i];
+    for (u32 i = 0; i < 8 / EACH; i++) to[code_step(w, first + row, i * EACH)] = EACH == 2 && high_first ? (u8)(c[i] << 4 | c[i] >> 4) : c[i];
     if (k % each) return;
     u64 from = (u64)row * (w.k / each) + k / each;
     u32 *at = scale_at(w, first + row, k);
@@ -80,13 +80,13 @@ __device__ __forceinline__ void load8(const Matrix &x, u64 at, float *v) {
 enum { LEVELS_KEPT = 1 };
 __device__ __forceinline__ void levels8(const Weight &w, u32 row, u32 k, const float *, u32, float *v) {
     const u8 *c = code_at(w, row, k);
-    for (u32 j = 0; j < 8; j++) v[j] = value_of(c[code_step(w, j)]);
+    for (u32 j = 0; j < 8; j++) v[j] = value_of(c[code_step(w, row, j)]);
 }
 #else
 enum { LEVELS_KEPT = 16 * 32 };
 __device__ __forceinline__ void levels8(const Weight &w, u32 row, u32 k, const float *table, u32 lane, float *v) {
     const u8 *c = code_at(w, row, k);
-    for (u32 j = 0; j < 8; j++) v[j] = table[code_of(c + code_step(w, j), j) * 32 + lane];
+    for (u32 j = 0; j < 8; j++) v[j] = table[code_of(c + code_step(w, row, j), j) * 32 + lane];
 }
 #endif
 

@@ -182,12 +182,15 @@ impl Own {
                 if spec.device == Device::Cpu {
                     reject(DeviceArch, &Arch::names(|a| a.wgmma), spec.device.to_string());
                 }
-                if spec.activations != Activations::Native {
-                    reject(
-                        ActivationsUnsupported,
-                        "native, for rounded weights",
-                        spec.activations.to_string(),
-                    );
+                let has_fp8 = self.cuda.as_ref().is_some_and(|on| on.levels == Levels::E4m3);
+                let need = match spec.activations {
+                    Activations::Native => None,
+                    Activations::Fp8(_) if has_fp8 => None,
+                    _ if has_fp8 => Some("native or fp8, where many rows are rounded"),
+                    _ => Some("native, for rounded weights"),
+                };
+                if let Some(need) = need {
+                    reject(ActivationsUnsupported, need, spec.activations.to_string());
                 }
                 if spec.x != DType::BF16 {
                     reject(DtypeUnsupported, "x of bfloat16, for rounded weights", spec.x.to_string());

@@ -1,6 +1,7 @@
 //! Products on a CUDA device: packed there from the stored bytes, codes until they are in registers.
 mod coding;
 mod decode;
+mod fp8;
 mod prefill;
 mod rounded;
 mod simple;
@@ -9,8 +10,8 @@ use crate::stored::Flat;
 use coding::{Coding, Places, Scales};
 use q4_core::rows::check_matrix;
 use q4_core::{
-    Activations, Code, DType, Error, ExecContext, ExecPath, FuseSet, Fusion, LinearSpec, NibbleOrder, OpSet,
-    PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut,
+    Activations, Code, DType, Error, ExecContext, ExecPath, Fp8Inputs, FuseSet, Fusion, LinearSpec,
+    NibbleOrder, OpSet, PreparedInfo, PreparedWeight, Result, TensorView, TensorViewMut,
 };
 use q4_cuda::{Arch, Buffer, File, Gpu, Kernels as Module, Matrix, RowKernels, Source, number};
 use std::collections::BTreeMap;
@@ -19,7 +20,7 @@ use std::sync::{Arc, Mutex};
 pub use coding::{Levels, OnDevice, Width};
 
 /// What kernels include.
-const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "levels.cuh");
+const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "levels.cuh", "outputs.cuh");
 
 /// Everything kernels are compiled for.
 const CODINGS: [Coding; 8] = {
@@ -62,6 +63,7 @@ struct Set {
     decode: decode::Kernels,
     prefill: Option<prefill::Kernels>,
     rounded: Option<rounded::Kernels>,
+    fp8: Option<fp8::Kernels>,
 }
 
 impl Engine {
@@ -83,6 +85,7 @@ impl Engine {
             decode: decode::Kernels::load(&self.gpu, coding)?,
             prefill: prefill::Kernels::load(&self.gpu, coding)?,
             rounded: rounded::Kernels::load(&self.gpu, coding)?,
+            fp8: fp8::Kernels::load(&self.gpu, coding)?,
         });
         sets.insert(coding, set.clone());
         Ok(set)
@@ -251,9 +254,17 @@ impl Weight {
         self.set.prefill.as_ref().filter(|k| has_path && k.takes(&self.packed, m, set))
     }
 
+    /// Those that multiply what FP8 keeps of x as it is stored, with how that is.
+    fn fp8(&self, m: usize, set: FuseSet) -> Option<(&fp8::Kernels, Fp8Inputs)> {
+        let Activations::Fp8(inputs) = self.info.activations else { return None };
+        let has_path = self.info.path == ExecPath::FusedRounded;
+        self.set.fp8.as_ref().filter(|k| has_path && k.takes(&self.packed, m, set)).map(|k| (k, inputs))
+    }
+
     /// Whether fast kernels take such a call.
     fn takes(&self, m: usize, set: FuseSet) -> bool {
         self.rounded(m, set).is_some()
+            || self.fp8(m, set).is_some()
             || self.exact(m, set).is_some()
             || self.set.decode.takes(&self.packed, number(self.source()), m, set)
     }
@@ -280,6 +291,12 @@ impl Weight {
         // SAFETY: the views are of this device and have the shapes of the weight; the scratch has the size
         // asked for.
         let run = || unsafe {
+            if let Some((kernels, inputs)) = self.fp8(m, fusion.set()) {
+                let (x, y, workspace) = (Matrix::of(&x)?, Matrix::of(&y.as_view())?, scratch);
+                let Fusion { gate, accumulate, .. } = *fusion;
+                return kernels
+                    .forward(w, &fp8::Product { x, y, inputs, gate, accumulate, stream, workspace });
+            }
             let x = e.rows.rounded(Matrix::of(&x)?, &self.info.activations, self.x, scratch, stream)?;
             let call = Call {
                 x,
@@ -314,7 +331,8 @@ impl PreparedWeight for Weight {
         let exact = self.exact(m, FuseSet::NONE).map_or(0, |k| k.workspace(w, number(self.source()), m));
         let rounded = self.rounded(m, FuseSet::NONE).map_or(0, |k| k.workspace(w, m));
         let fast = set.decode.workspace(w, m).max(exact).max(rounded);
-        RowKernels::rounded_bytes(&self.info.activations, m, self.info.k) + fast
+        let fp8 = self.fp8(m, FuseSet::NONE).map_or(0, |(k, _)| k.workspace(w, m));
+        fp8.max(RowKernels::rounded_bytes(&self.info.activations, m, self.info.k) + fast)
     }
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         self.run(x, &Fusion::default(), y, cx)

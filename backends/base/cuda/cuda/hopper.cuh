@@ -76,32 +76,47 @@ DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
 #define SUMS_OF ALL16(0)
 #define OPERANDS TO32 "}, {%16,%17,%18,%19}, %20, p"
 #define ADDS "%21"
+#define OPERANDS_IN_SHARED TO32 "}, %16, %17, p"
+#define ADDS_IN_SHARED "%18"
 #elif TN == 64
 #define SUMS_OF ALL16(0), ALL16(16)
 #define OPERANDS TO64 "}, {%32,%33,%34,%35}, %36, p"
 #define ADDS "%37"
+#define OPERANDS_IN_SHARED TO64 "}, %32, %33, p"
+#define ADDS_IN_SHARED "%34"
 #elif TN == 128
 #define SUMS_OF ALL16(0), ALL16(16), ALL16(32), ALL16(48)
 #define OPERANDS TO128 "}, {%64,%65,%66,%67}, %68, p"
 #define ADDS "%69"
+#define OPERANDS_IN_SHARED TO128 "}, %64, %65, p"
+#define ADDS_IN_SHARED "%66"
 #elif TN == 176
 #define SUMS_OF ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL4(80), ALL4(84)
 #define OPERANDS TO176 "}, {%88,%89,%90,%91}, %92, p"
 #define ADDS "%93"
+#define OPERANDS_IN_SHARED TO176 "}, %88, %89, p"
+#define ADDS_IN_SHARED "%90"
 #else
 #define SUMS_OF ALL16(0), ALL16(16), ALL16(32), ALL16(48), ALL16(64), ALL16(80), ALL16(96), ALL16(112)
 #define OPERANDS TO256 "}, {%128,%129,%130,%131}, %132, p"
 #define ADDS "%133"
+#define OPERANDS_IN_SHARED TO256 "}, %128, %129, p"
+#define ADDS_IN_SHARED "%130"
 #endif
 #define TEXT_OF(n) #n
-#define SIZE_OF(n) "m64n" TEXT_OF(n) "k16"
+#define SIZE_OF(n, k) "m64n" TEXT_OF(n) "k" TEXT_OF(k)
 #define PRODUCT(TYPE) \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned." SIZE_OF(TN) ".f32." TYPE "." TYPE " {" OPERANDS ", 1, 1, 0;}" \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned." SIZE_OF(TN, 16) ".f32." TYPE "." TYPE " {" OPERANDS ", 1, 1, 0;}" \
                  : SUMS_OF : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 constexpr int SUMS = TN / 2; // of a thread
 // d += a b, 64 x TN x 16: `a` in registers, `b` a descriptor of shared memory. add = 0: d = a b.
 DEVICE void product_bf16(float (&d)[SUMS], const u32 (&a)[4], u64 b, int add) { PRODUCT("bf16"); }
 DEVICE void product_f16(float (&d)[SUMS], const u32 (&a)[4], u64 b, int add) { PRODUCT("f16"); }
+// d += a b, 64 x TN x 32: both descriptors of shared memory.
+DEVICE void product_e4m3(float (&d)[SUMS], u64 a, u64 b, int add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ADDS_IN_SHARED ", 0; wgmma.mma_async.sync.aligned." SIZE_OF(TN, 32) ".f32.e4m3.e4m3 {" OPERANDS_IN_SHARED ", 1, 1;}" \
+                 : SUMS_OF : "l"(a), "l"(b), "r"(add));
+}
 
 DEVICE void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -114,6 +129,8 @@ DEVICE void finish_products(float (&d)[SUMS]) {
 }
 // A tile of lines of 128 bytes, swizzled, as products take it.
 DEVICE u64 tile_at(u32 at) { return (u64)(at >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+// The same of lines of 64 bytes.
+DEVICE u64 narrow_tile_at(u32 at) { return (u64)(at >> 4) | (u64)1 << 16 | (u64)32 << 32 | (u64)2 << 62; }
 // N sums of each of THREADS threads on their way to another block, three bytes each: the 24 leading bits, so
 // less than 2^-15 of one is cut off. A thread's words lie four by four beside those of the others, the last
 // ones one by one.

@@ -27,37 +27,43 @@ impl TensorMap {
         [width, height]: [usize; 2],
     ) -> Result<Self> {
         use driver::CUtensorMapDataType_enum as Kind;
-        use driver::CUtensorMapSwizzle_enum as Swizzle;
         let (kind, size) = match dtype {
             DType::BF16 => (Kind::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
             DType::F16 => (Kind::CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
             _ => (Kind::CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4),
         };
-        let swizzle = match width * size {
-            128 => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            64 => Swizzle::CU_TENSOR_MAP_SWIZZLE_64B,
-            _ => Swizzle::CU_TENSOR_MAP_SWIZZLE_32B,
-        };
         let what = format!("a map of [{rows}, {cols}], rows {ld} apart, in boxes of {height} by {width}");
-        Self::encode(data, kind, [cols, rows], [ld * size], [width, height], swizzle, &what)
+        Self::encode(data, kind, [cols, rows], [ld * size], [width, height], swizzle(width * size), &what)
+    }
+
+    /// Bytes `[rows, cols]` side by side at `data`, `cols` a multiple of 16; boxes of `height` rows by `width`,
+    /// which is 32, 64 or 128.
+    pub fn of_bytes(data: u64, [rows, cols]: [usize; 2], [height, width]: [usize; 2]) -> Result<Self> {
+        let kind = driver::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_UINT8;
+        let what = format!("a map of [{rows}, {cols}] bytes in boxes of {height} by {width}");
+        Self::encode(data, kind, [cols, rows], [cols], [width, height], swizzle(width), &what)
+    }
+
+    /// Words of eight bytes: the innermost side by side at `data`, and for every other axis the bytes from one
+    /// of it to the next, which are multiples of 16; boxes of as many of each (at most 256). Nothing is
+    /// swizzled.
+    pub fn of_axes<const N: usize, const STRIDES: usize>(
+        data: u64,
+        sizes: [usize; N],
+        strides: [usize; STRIDES],
+        boxed: [usize; N],
+    ) -> Result<Self> {
+        let kind = driver::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT64;
+        let none = driver::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_NONE;
+        let what = format!("a map of {sizes:?} words, {strides:?} bytes apart, in boxes of {boxed:?}");
+        Self::encode(data, kind, sizes, strides, boxed, none, &what)
     }
 
     /// `[outer, middle, inner]` words of eight bytes side by side at `data`, 16-byte aligned; boxes of as
     /// many of each (at most 256). `inner` is even; nothing is swizzled.
     pub fn of_words(data: u64, shape: [usize; 3], boxed: [usize; 3]) -> Result<Self> {
-        let kind = driver::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT64;
-        let swizzle = driver::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_NONE;
-        let what = format!("a map of {shape:?} words in boxes of {boxed:?}");
         let ([outer, middle, inner], [a, b, c]) = (shape, boxed);
-        Self::encode(
-            data,
-            kind,
-            [inner, middle, outer],
-            [inner * 8, middle * inner * 8],
-            [c, b, a],
-            swizzle,
-            &what,
-        )
+        Self::of_axes(data, [inner, middle, outer], [inner * 8, middle * inner * 8], [c, b, a])
     }
 
     /// Sizes and boxes from the innermost dimension on; bytes between neighbours of the others.
@@ -93,5 +99,15 @@ impl TensorMap {
         };
         check(status, what)?;
         Ok(Self(map))
+    }
+}
+
+/// As wide as a line of so many bytes.
+fn swizzle(line: usize) -> driver::CUtensorMapSwizzle_enum {
+    use driver::CUtensorMapSwizzle_enum as Swizzle;
+    match line {
+        128 => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        64 => Swizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+        _ => Swizzle::CU_TENSOR_MAP_SWIZZLE_32B,
     }
 }

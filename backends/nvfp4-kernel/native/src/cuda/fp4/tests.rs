@@ -409,7 +409,14 @@ fn products_are_those_of_the_oracle() -> Result<()> {
                     let column = oracle::Column::new(&decoder, j);
                     for r in 0..m {
                         let (exact, abs) = input.dot(r, &column);
-                        let limit = oracle::bound(ExecPath::NativeKernel, DType::F32, k, exact, abs);
+                        let limit = oracle::bound(
+                            ExecPath::NativeKernel,
+                            oracle::Units::Full,
+                            DType::F32,
+                            k,
+                            exact,
+                            abs,
+                        );
                         let have = f64::from(y[r * w.n() + j]);
                         assert!(
                             (have - exact).abs() <= limit,
@@ -480,7 +487,7 @@ fn gradients_are_those_of_the_decoded_weight() -> Result<()> {
         for i in 0..k {
             let terms = (0..n).map(|j| f64::from(dy[r * n + j]) * f64::from(values[j * k + i]));
             let (exact, abs) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
-            let limit = oracle::bound(ExecPath::NativeKernel, DType::F32, n, exact, abs);
+            let limit = oracle::bound(ExecPath::NativeKernel, oracle::Units::Full, DType::F32, n, exact, abs);
             assert!((f64::from(dx[r * k + i]) - exact).abs() <= limit, "[{r}, {i}]");
         }
     }
