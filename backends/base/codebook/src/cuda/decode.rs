@@ -88,7 +88,9 @@ impl Kernels {
     /// asked for.
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let (mut norm, k) = (call.norm.0, w.k as usize);
-        if norm % 16 != 0 {
+        // A product reads its norm's weight before it waits for the kernel ahead, unless that one writes it.
+        let copied = norm % 16 != 0;
+        if copied {
             let weight = Matrix::new(norm, DType::F32, 1, k, k);
             // SAFETY: by contract.
             unsafe { self.align.copy(weight, call.workspace, call.stream)? };
@@ -130,7 +132,7 @@ impl Kernels {
                 eps: call.norm.1,
                 unused: 0,
             };
-            let how = Launch { stream: call.stream, ..plan.how };
+            let how = Launch { stream: call.stream, overlap: !copied, ..plan.how };
             // SAFETY: by contract.
             unsafe { kernel.launch(how, Product { p: gemv })? };
         }
