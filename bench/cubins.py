@@ -66,6 +66,7 @@ PROGRAMS = [
     ("nvfp4-gemm", f"{NVFP4}/gemm.cu", HOPPER, defines("TN WGS KS ELEMENT", *((*t, e) for t in TILES for e in ("bf16", "f16")))),
     ("levels-simple", f"{LEVELS}/simple.cu", ALL, [*CODINGS, E4M3]),
     ("levels-gemv", f"{LEVELS}/gemv.cu", ALL, [*CODINGS, E4M3]),
+    ("levels-row", f"{LEVELS}/row.cu", ALL, [*CODINGS, E4M3]),
     ("levels-order", f"{LEVELS}/order.cu", HOPPER, PLAIN),
     ("levels-gemm", f"{LEVELS}/gemm.cu", HOPPER, [c + t for c, most in GEMMS for t in defines("TN", (32,), (64,), (128,), (256,))[:most]]),
     ("levels-rows", f"{LEVELS}/rows.cu", HOPPER, PLAIN),

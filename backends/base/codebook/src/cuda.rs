@@ -1,6 +1,8 @@
 //! Products on a CUDA device: packed there from the stored bytes, codes until they are in registers.
 mod coding;
 mod decode;
+#[cfg(test)]
+mod pairs;
 mod prefill;
 mod rounded;
 mod simple;
@@ -19,7 +21,7 @@ use std::sync::{Arc, Mutex};
 pub use coding::{Levels, OnDevice, Width};
 
 /// What kernels include.
-const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "levels.cuh");
+const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "levels.cuh", "gemv.cu");
 
 /// Everything kernels are compiled for.
 const CODINGS: [Coding; 8] = {

@@ -1,13 +1,23 @@
-//! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
+//! Launchers of `cuda/gemv.cu` and `cuda/row.cu`: products of a few rows, with any fusion, as one kernel.
 use super::{Call, Coding, FILES, Levels, Packed, load};
 use q4_core::{Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Align, Chip, FEW_ROWS, FewRows, Gpu, Kernel, Launch, Matrix, Source, Width, mirror};
+use q4_cuda::{
+    Align, Chip, FEW_ROWS, FewPlan, FewRows, Gpu, Kernel, Launch, Matrix, RowWidth, Source, Width, mirror,
+    number,
+};
 use std::sync::Arc;
 
 const SOURCE: Source = Source { name: "levels-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
+/// For one row of bf16: an image of its own, the two compile side by side.
+pub(super) const ROW: Source =
+    Source { name: "levels-row", text: include_str!("../../cuda/row.cu"), files: FILES };
 /// Bytes of the table, as in the source.
 const fn table(levels: Levels) -> usize {
     if matches!(levels, Levels::E4m3) { 0 } else { 32_768 }
+}
+/// The same in `row.cu`.
+const fn entries(levels: Levels) -> usize {
+    if matches!(levels, Levels::Nf4) { 65_536 } else { 0 }
 }
 
 mirror! {
@@ -32,6 +42,8 @@ pub struct Kernels {
     levels: Levels,
     /// f32, f16, bf16.
     families: [Family; 3],
+    /// Of `row.cu`, by [`RowWidth`].
+    row: [Kernel<Product>; 2],
     align: Kernel<Align>,
 }
 
@@ -47,10 +59,25 @@ fn few(levels: Levels, w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRow
     FewRows { on, few_split: true, groups, units, unit, k, gate, parts, beside, per_group: 0 }
 }
 
+/// A launch of `row.cu` with `w`, which takes one row of bf16 if it can be staged at once.
+fn row(levels: Levels, w: &Packed, norm: bool, gate: bool, on: Chip) -> Option<(RowWidth, FewPlan)> {
+    let of = FewRows { beside: [entries(levels); 2], ..few(levels, w, 1, gate, on) };
+    let (width, mut plan) = of.row(norm, DType::BF16, true)?;
+    // Codings differ in registers, which therefore do not keep two blocks apart.
+    plan.how.shared = plan.how.shared.max(on.alone() as u32);
+    Some((width, plan))
+}
+
 impl Kernels {
     /// Compiles or finds them.
     pub fn load(gpu: &Arc<Gpu>, coding: Coding) -> Result<Self> {
-        let all = load(gpu, &SOURCE, coding, &[])?;
+        let (all, rows) = std::thread::scope(|scope| {
+            let rows = scope.spawn(|| load(gpu, &ROW, coding, &[]));
+            let all = load(gpu, &SOURCE, coding, &[]);
+            (all, rows.join().map_err(|_| Error::new(Code::Internal, "loading kernels")))
+        });
+        let (all, rows) = (all?, rows??);
+        let row = |name| rows.get_with(name, gpu.shared);
         let family = |x: &str, parts| {
             Ok::<_, Error>(Family { widths: all.widths(true, |width| gemv(width, x))?, parts })
         };
@@ -58,6 +85,7 @@ impl Kernels {
             gpu: gpu.clone(),
             levels: coding.levels,
             families: [family("f32", 3)?, family("f16", 2)?, family("bf16", 1)?],
+            row: [row("levels_row")?, row("levels_row_narrow")?],
             align: all.get("levels_gemv_align")?,
         })
     }
@@ -102,9 +130,16 @@ impl Kernels {
             let rows = most.min(m - first);
             let (mut xs, ys) = (call.x.rows_from(first, rows), call.y.rows_from(first, rows));
             let none = || Error::new(Code::Internal, format!("no launch for {rows} rows"));
-            let (width, plan) = of.plan(rows.next_power_of_two()).ok_or_else(none)?;
-            let kernel = self.families[call.source as usize - 1].widths[width as usize].as_ref();
-            let kernel = kernel.ok_or_else(none)?;
+            let is_row = rows == 1 && call.source == number(DType::BF16);
+            let of_row = || row(self.levels, w, norm != 0, call.gate, (&*self.gpu).into());
+            let (kernel, plan) = match is_row.then(of_row).flatten() {
+                Some((width, plan)) => (&self.row[width as usize], plan),
+                None => {
+                    let (width, plan) = of.plan(rows.next_power_of_two()).ok_or_else(none)?;
+                    let kernel = self.families[call.source as usize - 1].widths[width as usize].as_ref();
+                    (kernel.ok_or_else(none)?, plan)
+                }
+            };
             if !call.x.is_aligned() {
                 let to = call.workspace + 4 * k as u64;
                 // SAFETY: by contract.
@@ -143,7 +178,6 @@ impl Kernels {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use q4_cuda::FewPlan;
 
     #[test]
     fn kernels_take_what_they_are_given() -> Result<()> {
@@ -152,6 +186,8 @@ mod tests {
                 SOURCE.takes::<Product>(&gemv(width, x))?;
             }
         }
+        ROW.takes::<Product>("levels_row")?;
+        ROW.takes::<Product>("levels_row_narrow")?;
         SOURCE.takes::<Align>("levels_gemv_align")
     }
 
@@ -166,6 +202,7 @@ mod tests {
         let others = super::super::CODINGS[1..].iter().zip(majors.iter().cycle());
         for (coding, arch) in majors.iter().map(|arch| (&super::super::CODINGS[0], arch)).chain(others) {
             super::super::compile(&SOURCE, arch, *coding, &[])?;
+            super::super::compile(&ROW, arch, *coding, &[])?;
             super::super::compile(&super::super::simple::SOURCE, arch, *coding, &[])?;
         }
         Ok(())
