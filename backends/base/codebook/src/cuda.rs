@@ -1,6 +1,8 @@
 //! Products on a CUDA device: packed there from the stored bytes, codes until they are in registers.
 mod coding;
 mod decode;
+#[cfg(all(test, target_os = "linux"))]
+mod on_cpu;
 #[cfg(test)]
 mod pairs;
 mod prefill;

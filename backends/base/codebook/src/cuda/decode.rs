@@ -22,9 +22,11 @@ const fn entries(levels: Levels) -> usize {
 
 mirror! {
     /// `Gemv` of gemv.cu.
-    struct Gemv {
-        w: u64, x: u64, y: u64, norm: u64, ldx: u64, ldy: u64, m: u32, n: u32, k: u32, units: u32,
-        each: u32, extra: u32, gate_at: u32, x_dtype: u32, y_dtype: u32, accumulate: u32, eps: f32, unused: u32,
+    pub(super) struct Gemv {
+        pub(super) w: u64, pub(super) x: u64, pub(super) y: u64, pub(super) norm: u64, pub(super) ldx: u64,
+        pub(super) ldy: u64, pub(super) m: u32, pub(super) n: u32, pub(super) k: u32, pub(super) units: u32,
+        pub(super) each: u32, pub(super) extra: u32, pub(super) gate_at: u32, pub(super) x_dtype: u32,
+        pub(super) y_dtype: u32, pub(super) accumulate: u32, pub(super) eps: f32, pub(super) unused: u32,
     }
     struct Product { p: Gemv }
 }
@@ -60,7 +62,13 @@ fn few(levels: Levels, w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRow
 }
 
 /// A launch of `row.cu` with `w`, which takes one row of bf16 if it can be staged at once.
-fn row(levels: Levels, w: &Packed, norm: bool, gate: bool, on: Chip) -> Option<(RowWidth, FewPlan)> {
+pub(super) fn row(
+    levels: Levels,
+    w: &Packed,
+    norm: bool,
+    gate: bool,
+    on: Chip,
+) -> Option<(RowWidth, FewPlan)> {
     let of = FewRows { beside: [entries(levels); 2], ..few(levels, w, 1, gate, on) };
     let (width, mut plan) = of.row(norm, DType::BF16, true)?;
     // Codings differ in registers, which therefore do not keep two blocks apart.
@@ -206,6 +214,40 @@ mod tests {
             super::super::compile(&super::super::simple::SOURCE, arch, *coding, &[])?;
         }
         Ok(())
+    }
+
+    /// A row that can be staged has a launch whose blocks are alone on a multiprocessor, with room for what row.cu
+    /// lays out.
+    #[test]
+    fn a_row_has_a_launch() {
+        let on = Chip { processors: 132, shared: 227 << 10, clusters: true };
+        let w = |n: u32, k: u32| Packed { codes: 0, scales: 0, n, k, group: 64, units: k.div_ceil(128) };
+        let levels = [Levels::Nf4, Levels::Int4, Levels::E2m1, Levels::E4m3];
+        for (levels, norm, gate) in levels.into_iter().flat_map(|l| [(l, false, true), (l, true, false)]) {
+            for (n, k) in [(32, 64), (96, 320), (2560, 4096), (19_456, 2560), (151_936, 8192), (64, 16_384)] {
+                let (w, both) = (w(n, k), if gate { 2 } else { 1 });
+                let Some((width, plan)) = row(levels, &w, norm, gate, on) else {
+                    assert!(norm && k > 8192, "{levels:?} {n} {k}");
+                    continue;
+                };
+                assert!(!norm || k <= 8192, "{levels:?} {n} {k}");
+                let (shared, threads) = (plan.how.shared as usize, plan.how.block[0] as usize);
+                assert!(2 * shared > on.shared && shared <= on.shared, "{shared} bytes");
+                let [each, extra, gate_at] = plan.deal(gate).map(|v| v as usize);
+                assert_eq!((each * plan.teams + extra) * both, n.div_ceil(16) as usize);
+                assert_eq!((plan.how.grid, gate_at > 0), ([plan.teams as u32, 1, 1], gate));
+                let groups = (each + usize::from(extra > 0)) * both;
+                let [x, norms] = [w.units as usize * 256 + 16, threads / 32 * 4];
+                let sums = (groups + threads / 32) * 16 * 4;
+                assert!(entries(levels) + x + norms + sums <= shared, "{levels:?} {n} {k}");
+                let is_narrow = groups * (w.units as usize) < 192;
+                assert_eq!((width == RowWidth::Narrow, threads), (is_narrow, width.threads()));
+            }
+        }
+        // What does not fit, gemv.cu takes.
+        let small = Chip { processors: 58, shared: 99 << 10, clusters: false };
+        assert!(row(Levels::Nf4, &w(1_000_000, 16_384), false, false, small).is_none());
+        assert!(row(Levels::Int4, &w(4096, 16_384), false, false, small).is_some());
     }
 
     /// Every launch of many shapes on many devices, as a hash for each: what they were when NVFP4 and NF4 had

@@ -157,7 +157,7 @@ fn bytes_of_nf4_are_their_values() {
 
 /// How codes lie in a unit, and how a kernel takes them.
 #[derive(Clone, Copy, PartialEq)]
-enum Kind {
+pub(super) enum Kind {
     /// Pairs of half a word apart: INT4, E2M1.
     Apart,
     /// A byte is a pair: NF4.
@@ -167,7 +167,7 @@ enum Kind {
 }
 
 /// Where in a unit the code of (row, k) is: byte, and bit there.
-fn code_at(kind: Kind, row: usize, k: usize) -> (usize, usize) {
+pub(super) fn code_at(kind: Kind, row: usize, k: usize) -> (usize, usize) {
     let (tile, lane, i) = (k >> 6 & 1, (row & 7) * 4 + (k >> 1 & 3), k >> 3 & 7);
     match kind {
         Kind::Codes => (tile * 1024 + lane * 16 + (row & 8) * 64 + (i & 6) * 2 + (i & 1) + (k & 1) * 2, 0),
