@@ -1,5 +1,5 @@
 // Products of packed weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and sum.
-// For compute capability 8.0 on. The design is that of the NVFP4 kernels.
+// For compute capability 8.0 on. The design is that of the NVFP4 kernels. One row of bf16 is for row.cu.
 //
 // A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, contiguous bytes, see
 // layout.cuh). Every warp streams its run through a ring of its own in shared memory; the ring is filled

@@ -45,8 +45,9 @@ __device__ __forceinline__ void take_apart(u32 w, u32 (&a)[4]) {
 #define TIMES DOWN
 #endif
 #if LEVELS == NF4
-// The table of levels.cuh with entries 256 bytes apart, so that an address is one permutation of bytes.
-enum { ENTRIES = 65536 };
+// The table of levels.cuh with entries 256 bytes apart, so that an address is one permutation of bytes. SELECTED:
+// words of eight that select() takes without it.
+enum { ENTRIES = 65536, SELECTED = 2 };
 // From select(): loads would come behind those of the units.
 __device__ __forceinline__ void write_entries(u32 at, u32 thread, u32 threads) {
 #pragma unroll 1
@@ -110,7 +111,7 @@ __device__ __forceinline__ void times_x(const Unit &u, u32 part, u32 t, u32 xat,
 #if LEVELS == NF4
             // Leading and trailing parts of eight rows are an A, sums of rows n in d[0], of rows n + 8 in d[1].
             u32 a0[8], a1[8];
-            if (s == h) select(*upper, a0);
+            if (s == h && h < SELECTED) select(*upper, a0);
             else look_up(*upper, table, copy, a0);
             look_up(*lower, table, copy, a1);
             As<bf16>::mma(d[0], a0[0], a0[1], a0[2], a0[3], x[0], x[1]);
