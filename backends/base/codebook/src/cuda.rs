@@ -2,7 +2,7 @@
 mod coding;
 mod decode;
 #[cfg(all(test, target_os = "linux"))]
-mod on_cpu;
+mod on_host;
 #[cfg(test)]
 mod pairs;
 mod prefill;

@@ -216,8 +216,8 @@ mod tests {
         Ok(())
     }
 
-    /// A row that can be staged has a launch whose blocks are alone on a multiprocessor, with room for what row.cu
-    /// lays out.
+    /// A row that can be staged has a launch whose blocks are alone on a multiprocessor, with room for what
+    /// row.cu lays out.
     #[test]
     fn a_row_has_a_launch() {
         let on = Chip { processors: 132, shared: 227 << 10, clusters: true };
