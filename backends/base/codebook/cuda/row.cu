@@ -46,8 +46,8 @@ __device__ __forceinline__ void take_apart(u32 w, u32 (&a)[4]) {
 #endif
 #if LEVELS == NF4
 // The table of levels.cuh with entries 256 bytes apart, so that an address is one permutation of bytes. SELECTED:
-// words of eight that select() takes without it.
-enum { ENTRIES = 65536, SELECTED = 2 };
+// words of eight that select() takes without it, two at most.
+enum { ENTRIES = 65536, SELECTED = 1 };
 // From select(): loads would come behind those of the units.
 __device__ __forceinline__ void write_entries(u32 at, u32 thread, u32 threads) {
 #pragma unroll 1
