@@ -46,8 +46,8 @@ SHAPES = [
 ROUNDED = defines("TN WGS PAIR SPLIT PACKS ORDERED", *SHAPES)
 # Where codes are bytes, what there is room for is in flight.
 BYTES = defines("TN WGS PAIR SPLIT PACKS ORDERED", *((*s[:4], p, s[5]) for s, p in zip(SHAPES, (10, 6, 8, 6, 6, 4, 4, 8, 4, 4))))
-# Shapes of codebook's fp8.rs.
-FP8 = [(64, 1, 1), (128, 1, 1), (128, 2, 1), (176, 2, 1), (128, 2, 2), (176, 2, 2)]
+# Shapes of codebook's fp8.rs, of x with scales for rows and for 128 of k.
+FP8 = [(64, 2, 1), (64, 3, 1), (128, 2, 1), (128, 3, 1), (64, 2, 2), (64, 2, 4), (128, 3, 2)]
 # `CODINGS` of codebook's cuda.rs: NF4, whole numbers with scales of five kinds, E2M1, E4M3.
 INT4, E2M1 = defines("LEVELS SCALES", *((1, s) for s in range(5))), ["-DLEVELS=2", "-DSCALES=2"]
 E4M3 = ["-DLEVELS=3", "-DSCALES=0", "-DCODE_BITS=8"]
@@ -68,12 +68,13 @@ PROGRAMS = [
     ("nvfp4-gemm", f"{NVFP4}/gemm.cu", HOPPER, defines("TN WGS KS ELEMENT", *((*t, e) for t in TILES for e in ("bf16", "f16")))),
     ("levels-simple", f"{LEVELS}/simple.cu", ALL, [*CODINGS, E4M3]),
     ("levels-gemv", f"{LEVELS}/gemv.cu", ALL, [*CODINGS, E4M3]),
+    ("levels-row", f"{LEVELS}/row.cu", ALL, [*CODINGS, E4M3]),
     ("levels-order", f"{LEVELS}/order.cu", HOPPER, PLAIN),
     ("levels-gemm", f"{LEVELS}/gemm.cu", HOPPER, [c + t for c, most in GEMMS for t in defines("TN", (32,), (64,), (128,), (256,))[:most]]),
     ("levels-rows", f"{LEVELS}/rows.cu", HOPPER, PLAIN),
     ("levels-rounded", f"{LEVELS}/rounded.cu", HOPPER, [c + t for c in CODINGS for t in ROUNDED] + [E4M3 + t for t in BYTES]),
     ("levels-codes", f"{LEVELS}/codes.cu", HOPPER, PLAIN),
-    ("levels-fp8", f"{LEVELS}/fp8.cu", HOPPER, [E4M3 + t for t in defines("TN ACROSS ALONG X_BLOCKS", *((*t, b) for t in FP8 for b in (0, 1)))]),
+    ("levels-fp8", f"{LEVELS}/fp8.cu", HOPPER, [E4M3 + t for t in defines("TN WGS SPLIT X_BLOCKS", *((*t, b) for t in FP8 for b in (0, 1)))]),
     ("dense", "backends/dequant-matmul/cuda/dense.cu", ALL, PLAIN),
     ("model-rows", f"{MODEL}/rows.cu", ALL, PLAIN),
     ("attention", f"{MODEL}/attention.cu", ALL, PLAIN + defines("HEAD_DIM SLOTS", *((d, s) for d in HEADS for s in (1, 2)))),

@@ -103,6 +103,24 @@ DEVICE void put_gated(float *d, const Target &to, u32 base, u32 ups, int token, 
     }
 }
 
+// A block's slabs in order: those of k from `from` to `to`, of every tile from the first on, `workers` apart.
+struct Slabs {
+    int first, workers, row_tiles, token_tiles, from, to;
+    u32 empty;
+    // bring(stage, place, slab) where there is room.
+    template <class Bring> __device__ __forceinline__ void each(Bring bring) const {
+        u32 stage = 0, phase = 1;
+        for (int tile = first; tile < row_tiles * token_tiles; tile += workers) {
+            Place place = Place::of(tile, row_tiles, token_tiles);
+            for (int slab = from; slab < to; slab++) {
+                barrier_wait(empty + 8 * stage, phase);
+                bring(stage, place, slab);
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            }
+        }
+    }
+};
+
 template <bool GATE>
 DEVICE void multiply(
     const Map *x_map, const Map *y_map, const Map *lines_map, const Map *scales_map, const float *scales, u64 y, u64 ldy, int tokens, int n,
@@ -127,34 +145,27 @@ DEVICE void multiply(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WGS == 3 ? 32 : 40));
         // A warp each for lines of the weight, their scales and rows of x: asking takes time.
         int role = warp - 4 * WGS;
-        auto each_slab = [&](auto bring) {
-            u32 stage = 0, phase = 1;
-            for (int tile = first; tile < count; tile += workers) {
-                Place place = Place::of(tile, row_tiles, token_tiles);
-                for (int slab = from; slab < to; slab++) {
-                    barrier_wait(empty + 8 * stage, phase);
-                    bring(stage, place, slab, full + 8 * stage);
-                    if (++stage == STAGES) stage = 0, phase ^= 1;
-                }
-            }
-        };
+        Slabs slabs_of = {first, workers, row_tiles, token_tiles, from, to, empty};
         auto group_of = [&](int row_tile, int i) { return (row_tile * WGS + i) * (GATE ? 2 : 4); };
         if (lane) {
         } else if (role == 0) {
             if (SPLIT > 1) barrier_expect(all_received, RECEIVED);
-            each_slab([&](u32 stage, const Place &place, int slab, u32 barrier) {
+            slabs_of.each([&](u32 stage, const Place &place, int slab) {
+                u32 barrier = full + 8 * stage;
                 barrier_expect(barrier, SLAB_BYTES);
 #pragma unroll
                 for (int i = 0; i < WGS; i++) copy_lines(ws + stage * W_SLAB + i * W_LINES, lines_map, group_of(place.pair, i), slab, barrier);
             });
         } else if (role == 1) {
-            each_slab([&](u32 stage, const Place &place, int slab, u32 barrier) {
+            slabs_of.each([&](u32 stage, const Place &place, int slab) {
+                u32 barrier = full + 8 * stage;
 #pragma unroll
                 for (int i = 0; i < WGS; i++) copy_scales(ss + stage * S_SLAB + i * W_SCALES, scales_map, group_of(place.pair, i), slab, barrier);
             });
         } else if (role == 2) {
             wait_for_previous();
-            each_slab([&](u32 stage, const Place &place, int slab, u32 barrier) {
+            slabs_of.each([&](u32 stage, const Place &place, int slab) {
+                u32 barrier = full + 8 * stage;
                 copy_rows(xs + stage * X_SLAB, x_map, slab * 128, place.token, barrier);
                 if (X_BLOCKS) copy_bytes(ss + stage * S_SLAB + WGS * W_SCALES, scales + (u64)slab * x_scales_ld + place.token, TN * 4, barrier);
             });
@@ -166,7 +177,7 @@ DEVICE void multiply(
         Target target = {y_map, y, ldy, tokens, GATE ? n / 2 : n, out, aligned};
         u32 base = store + half * PIECES * PIECE, turn = 0, stage = 0, phase = 0;
         u32 scale_at = ss + half * W_SCALES + w * 128 + (lane >> 2) * 16;
-                wait_for_previous();
+        wait_for_previous();
         for (int tile = first; tile < count; tile += workers) {
             Place place = Place::of(tile, row_tiles, token_tiles);
             int token = place.token;

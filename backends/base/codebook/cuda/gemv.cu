@@ -1,5 +1,5 @@
 // Products of packed weights with one to sixteen rows of x: y = x W^T, one node with its norm, gate and sum.
-// For compute capability 8.0 on. The design is that of the NVFP4 kernels.
+// For compute capability 8.0 on. The design is that of the NVFP4 kernels. One row of bf16 is for row.cu.
 //
 // A block owns whole row groups, its warps equal runs of their units (16 rows x 128 k, contiguous bytes, see
 // layout.cuh). Every warp streams its run through a ring of its own in shared memory; the ring is filled
@@ -104,7 +104,7 @@ template <int COLS> struct Element {
     u32 row, col, v;
     bool there;
     u64 at;
-    __device__ __forceinline__ Element(const Gemv &p, const Run &r, u32 i) {
+    template <class R> __device__ __forceinline__ Element(const Gemv &p, const R &r, u32 i) {
         row = i % 16, col = i / 16 % COLS, v = min(i / (16 * COLS), r.count - 1);
         u32 place = (r.first + v) * 16 + row;
         there = i < r.count * (16 * COLS) && col < p.m && place < (p.gate_at ? p.n / 2 : p.n);
@@ -302,6 +302,8 @@ template <int PARTS, int COLS, int SPLIT> __device__ __forceinline__ void multip
     finish<COLS, COLS == 1 ? 4 : 1, SPLIT>(p, r, part, whole, old);
 }
 
+// With row.cu behind it, this text only lends it what stands above.
+#ifndef Q4_ROW
 #if __CUDA_ARCH__ >= 900
 #define CLUSTER(n) __cluster_dims__(n, 1, 1)
 #else
@@ -327,3 +329,4 @@ extern "C" __global__ void levels_gemv_align(const u8 *from, u64 ld, u32 k, u32 
     if (size == 4) ((u32 *)to)[out] = ((const u32 *)from)[at];
     else ((u16 *)to)[out] = ((const u16 *)from)[at];
 }
+#endif

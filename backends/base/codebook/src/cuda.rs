@@ -2,6 +2,10 @@
 mod coding;
 mod decode;
 mod fp8;
+#[cfg(all(test, target_os = "linux"))]
+mod on_host;
+#[cfg(test)]
+mod pairs;
 mod prefill;
 mod rounded;
 mod simple;
@@ -20,7 +24,7 @@ use std::sync::{Arc, Mutex};
 pub use coding::{Levels, OnDevice, Width};
 
 /// What kernels include.
-const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "levels.cuh", "outputs.cuh");
+const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "levels.cuh", "outputs.cuh", "gemv.cu");
 
 /// Everything kernels are compiled for.
 const CODINGS: [Coding; 8] = {

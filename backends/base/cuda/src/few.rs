@@ -68,6 +68,14 @@ pub struct Chip {
     pub clusters: bool,
 }
 
+impl Chip {
+    /// Bytes of shared memory of which no two blocks have room on a multiprocessor: one that the kernel before
+    /// leaves early would get two blocks, and the launch take twice as long.
+    pub fn alone(&self) -> usize {
+        self.shared / 2 + 2048
+    }
+}
+
 impl From<&Gpu> for Chip {
     fn from(gpu: &Gpu) -> Self {
         let (processors, shared) = (gpu.processors as usize, gpu.shared as usize);
@@ -149,9 +157,7 @@ impl FewRows {
             let shared = fixed + groups * self.per_group + (groups + 1 + WARPS + whole) * 64 * columns;
             // Quotients of units are taken in f32.
             if shared <= room && groups * slice < 1 << 17 {
-                // More than half, or a processor that the kernel before leaves early gets two blocks and the
-                // launch takes twice as long.
-                let shared = shared.max(room / 2 + 2048);
+                let shared = shared.max(self.on.alone());
                 let how = Launch::overlapping([teams * split, 1, 1], THREADS as u32, shared as u32, 0);
                 return Some(FewPlan { how, work, teams });
             }

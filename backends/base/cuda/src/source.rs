@@ -35,6 +35,7 @@ const SHARED: &[File] = files!(
     "rows.cuh",
     "rows.cu",
     "few.cuh",
+    "row.cuh",
     "hopper.cuh",
     "place.cuh",
 );

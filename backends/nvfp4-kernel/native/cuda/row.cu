@@ -6,85 +6,31 @@
 // come back in the order they were asked for, and more than some 50 KB of them keep warps waiting to ask: x
 // comes when the units before it have come, and AHEAD is a compromise. BLOCK: threads of a block.
 #include "gemv.cu"
+#include "row.cuh"
 
-// One row of x to shared memory as stage() does, in one part and with all loads in flight at once. MOST:
-// loads of 8 elements a thread; longer rows are for stage().
+// One row of x to shared memory as stage() does, in one part.
 template <int BLOCK, bool QUANTISE, bool APART>
-__device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale, float *sums) {
-    const u32 padded = p.units * 128, at = threadIdx.x * 8;
+__device__ __forceinline__ void stage_one(const Gemv &p, u16 *xs, float *xscale, float *sums) {
     const float up = 18446744073709551616.0f;
-    if (p.norm) {
-        enum { MOST = (8191 + BLOCK * 8) / (BLOCK * 8) };
-        const float4 none = make_float4(0, 0, 0, 0);
-        float4 w[MOST][2], v[MOST][2];
+    float global = 1.0f;
+    auto start = [&] { global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f; };
+    auto normed = [&](u32 k, bool in, bool there, float (&e)[8]) {
 #pragma unroll
-        for (u32 j = 0; j < MOST; j++) {
-            u32 k = at + j * BLOCK * 8;
-            w[j][0] = k < p.k ? *(const float4 *)(p.norm + k) : none;
-            w[j][1] = k < p.k ? *(const float4 *)(p.norm + k + 4) : none;
+        for (int i = 0; i < 8; i++) e[i] = in ? QUANTISE ? rounded(p.x_dtype, e[i]) : e[i] : 0.0f;
+        if (QUANTISE) {
+            float scale = 0;
+            quantised(p, global, APART, e, scale);
+            if (APART && there && !(k & 8)) xscale[k / 16] = in ? scale : 0.0f;
         }
-        wait_for_previous();
-        float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f, sum = 0;
+        if (there) {
+            // 2^64 is exact in bf16, so it comes after the rounding.
+            u32 h[4];
 #pragma unroll
-        for (u32 j = 0; j < MOST; j++) {
-            u32 k = at + j * BLOCK * 8;
-            v[j][0] = k < p.k ? *(const float4 *)((const float *)p.x + k) : none;
-            v[j][1] = k < p.k ? *(const float4 *)((const float *)p.x + k + 4) : none;
-            sum = fmaf(v[j][0].x, v[j][0].x, sum), sum = fmaf(v[j][0].y, v[j][0].y, sum);
-            sum = fmaf(v[j][0].z, v[j][0].z, sum), sum = fmaf(v[j][0].w, v[j][0].w, sum);
-            sum = fmaf(v[j][1].x, v[j][1].x, sum), sum = fmaf(v[j][1].y, v[j][1].y, sum);
-            sum = fmaf(v[j][1].z, v[j][1].z, sum), sum = fmaf(v[j][1].w, v[j][1].w, sum);
+            for (int i = 0; i < 4; i++) h[i] = As<bf16>::pair(e[2 * i] * up, e[2 * i + 1] * up);
+            *(uint4 *)(xs + k) = make_uint4(h[0], h[1], h[2], h[3]);
         }
-#pragma unroll
-        for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
-        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-        __syncthreads();
-        sum = 0;
-#pragma unroll
-        for (int i = 0; i < BLOCK / 32; i += 4) {
-            float4 s = *(const float4 *)(sums + i);
-            sum += (s.x + s.y) + (s.z + s.w);
-        }
-        float inverse = rsqrtf(__fdividef(sum, (float)p.k) + p.eps);
-#pragma unroll
-        for (u32 j = 0; j < MOST; j++) {
-            u32 k = at + j * BLOCK * 8;
-            if (j * BLOCK * 8 >= padded) break; // the same for all threads
-            float e[8] = {v[j][0].x * inverse * w[j][0].x, v[j][0].y * inverse * w[j][0].y, v[j][0].z * inverse * w[j][0].z,
-                          v[j][0].w * inverse * w[j][0].w, v[j][1].x * inverse * w[j][1].x, v[j][1].y * inverse * w[j][1].y,
-                          v[j][1].z * inverse * w[j][1].z, v[j][1].w * inverse * w[j][1].w};
-            bool in = k < p.k;
-#pragma unroll
-            for (int i = 0; i < 8; i++) e[i] = in ? QUANTISE ? rounded(p.x_dtype, e[i]) : e[i] : 0.0f;
-            if (QUANTISE) {
-                float scale = 0;
-                quantised(p, global, APART, e, scale);
-                if (APART && k < padded && !(k & 8)) xscale[k / 16] = in ? scale : 0.0f;
-            }
-            if (k < padded) {
-                // 2^64 is exact in bf16, so it comes after the rounding.
-                u32 h[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) h[i] = As<bf16>::pair(e[2 * i] * up, e[2 * i + 1] * up);
-                *(uint4 *)(xs + k) = make_uint4(h[0], h[1], h[2], h[3]);
-            }
-        }
-        return;
-    }
-    enum { MOST = (16383 + BLOCK * 8) / (BLOCK * 8) };
-    uint4 v[MOST];
-    wait_for_previous();
-#pragma unroll
-    for (u32 j = 0; j < MOST; j++) {
-        u32 k = at + j * BLOCK * 8;
-        v[j] = k < p.k ? *(const uint4 *)((const u16 *)p.x + k) : make_uint4(0, 0, 0, 0);
-    }
-    float global = QUANTISE ? p.act_global ? *p.act_global : p.global : 1.0f;
-#pragma unroll
-    for (u32 j = 0; j < MOST; j++) {
-        u32 k = at + j * BLOCK * 8;
-        if (j * BLOCK * 8 >= padded) break;
-        u32 h[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+    };
+    auto plain = [&](u32 k, bool in, bool there, u32 (&h)[4]) {
         if (!QUANTISE) {
 #pragma unroll
             for (int i = 0; i < 4; i++) h[i] = times(h[i], 0x5f805f80u);
@@ -96,12 +42,13 @@ __device__ __forceinline__ void stage_row(const Gemv &p, u16 *xs, float *xscale,
                 else from_f16_pair(h[i], e[2 * i], e[2 * i + 1]);
             }
             quantised(p, global, APART, e, scale);
-            if (APART && k < padded && !(k & 8)) xscale[k / 16] = k < p.k ? scale : 0.0f;
+            if (APART && there && !(k & 8)) xscale[k / 16] = in ? scale : 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; i++) h[i] = As<bf16>::pair(e[2 * i] * up, e[2 * i + 1] * up);
         }
-        if (k < padded) *(uint4 *)(xs + k) = make_uint4(h[0], h[1], h[2], h[3]);
-    }
+        if (there) *(uint4 *)(xs + k) = make_uint4(h[0], h[1], h[2], h[3]);
+    };
+    stage_row<BLOCK, 4>(p, sums, start, normed, plain);
 }
 
 // A unit in registers: lane l's 16 bytes of both tiles, its four scales.
@@ -109,9 +56,9 @@ struct Unit {
     u32 c0[4], c1[4], scales;
 };
 __device__ __forceinline__ void load_unit(Unit &u, const u8 *codes, const u8 *scales) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(u.c0[0]), "=r"(u.c0[1]), "=r"(u.c0[2]), "=r"(u.c0[3]) : "l"(codes));
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(u.c1[0]), "=r"(u.c1[1]), "=r"(u.c1[2]), "=r"(u.c1[3]) : "l"(codes + 512));
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(u.scales) : "l"(scales));
+    load16(u.c0, codes);
+    load16(u.c1, codes + 512);
+    load4(u.scales, scales);
 }
 // `holds`: the lane has values of B, in a column of its own for each scale block.
 template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, bool holds, u32 xat, u32 sat, u32 (&b)[16], float &low, float &high) {
@@ -147,34 +94,6 @@ template <bool APART> __device__ __forceinline__ void times_x(const Unit &u, boo
     high = fmaf(odd[2], f3, high);
 }
 
-// The warps' shares of the block's row groups: with gate one half of the warps has the gate rows, the other
-// the up rows.
-struct Part {
-    u32 first, count, per, from, to, warps;
-};
-template <int BLOCK> __device__ __forceinline__ Part part_of(const Gemv &p, u32 warp) {
-    Part r;
-    r.warps = p.gate_at ? BLOCK / 64 : BLOCK / 32;
-    r.first = blockIdx.x * p.each + min(blockIdx.x, p.extra);
-    r.count = p.each + (blockIdx.x < p.extra);
-    u32 total = r.count * p.units;
-    r.per = max((total + r.warps - 1) / r.warps, 1u);
-    r.from = min((warp >= r.warps ? warp - r.warps : warp) * r.per, total);
-    r.to = min(r.from + r.per, total);
-    return r;
-}
-enum { MATES = 4 };
-// The sum of a row of a group over the warps that had a share of it; MATES threads an element.
-__device__ __forceinline__ float summed(const Gemv &p, const Part &r, const float *sums, u32 v, u32 row, u32 half) {
-    float inverse = __fdividef(1.0f, (float)r.per);
-    u32 from = divided(v * p.units, inverse), to = divided((v + 1) * p.units - 1, inverse), base = v + half * (r.count + r.warps);
-    float sum = 0;
-#pragma unroll 1
-    for (u32 w = from + threadIdx.x % MATES; w <= to; w += MATES) sum += sums[(base + w) * 16 + row];
-#pragma unroll
-    for (int d = 1; d < MATES; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    return sum;
-}
 template <bool AGAIN>
 __device__ __forceinline__ void put(const Gemv &p, const Part &r, const float *sums, u64 place, u64 up_place, float factor, float old, u32 i) {
     u32 row = i % 16, v = min(i / 16, r.count - 1), where = (u32)(place >> 32);
@@ -221,7 +140,7 @@ template <int BLOCK, bool QUANTISE, bool APART, int AHEAD> __device__ __forceinl
 #pragma unroll
     for (int i = 0; i < 16; i++) b[i] = 0;
 
-    stage_row<BLOCK, QUANTISE, APART>(p, xs, xscale, norms);
+    stage_one<BLOCK, QUANTISE, APART>(p, xs, xscale, norms);
     float old = 0;
     u32 i = threadIdx.x / MATES, where = (u32)(place >> 32);
     if (p.accumulate && i < r.count * 16 && i % 16 < (where & 31)) old = ((const float *)p.y)[(where >> 5) + i % 16];

@@ -1,20 +1,32 @@
-//! Launchers of `cuda/gemv.cu`: products of a few rows, with any fusion, as one kernel.
+//! Launchers of `cuda/gemv.cu` and `cuda/row.cu`: products of a few rows, with any fusion, as one kernel.
 use super::{Call, Coding, FILES, Levels, Packed, load};
 use q4_core::{Code, DType, Error, FuseSet, Result};
-use q4_cuda::{Align, Chip, FEW_ROWS, FewRows, Gpu, Kernel, Launch, Matrix, Source, Width, mirror};
+use q4_cuda::{
+    Align, Chip, FEW_ROWS, FewPlan, FewRows, Gpu, Kernel, Launch, Matrix, RowWidth, Source, Width, mirror,
+    number,
+};
 use std::sync::Arc;
 
 const SOURCE: Source = Source { name: "levels-gemv", text: include_str!("../../cuda/gemv.cu"), files: FILES };
+/// For one row of bf16: an image of its own, the two compile side by side.
+pub(super) const ROW: Source =
+    Source { name: "levels-row", text: include_str!("../../cuda/row.cu"), files: FILES };
 /// Bytes of the table, as in the source.
 const fn table(levels: Levels) -> usize {
     if matches!(levels, Levels::E4m3) { 0 } else { 32_768 }
 }
+/// The same in `row.cu`.
+const fn entries(levels: Levels) -> usize {
+    if matches!(levels, Levels::Nf4) { 65_536 } else { 0 }
+}
 
 mirror! {
     /// `Gemv` of gemv.cu.
-    struct Gemv {
-        w: u64, x: u64, y: u64, norm: u64, ldx: u64, ldy: u64, m: u32, n: u32, k: u32, units: u32,
-        each: u32, extra: u32, gate_at: u32, x_dtype: u32, y_dtype: u32, accumulate: u32, eps: f32, unused: u32,
+    pub(super) struct Gemv {
+        pub(super) w: u64, pub(super) x: u64, pub(super) y: u64, pub(super) norm: u64, pub(super) ldx: u64,
+        pub(super) ldy: u64, pub(super) m: u32, pub(super) n: u32, pub(super) k: u32, pub(super) units: u32,
+        pub(super) each: u32, pub(super) extra: u32, pub(super) gate_at: u32, pub(super) x_dtype: u32,
+        pub(super) y_dtype: u32, pub(super) accumulate: u32, pub(super) eps: f32, pub(super) unused: u32,
     }
     struct Product { p: Gemv }
 }
@@ -32,6 +44,8 @@ pub struct Kernels {
     levels: Levels,
     /// f32, f16, bf16.
     families: [Family; 3],
+    /// Of `row.cu`, by [`RowWidth`].
+    row: [Kernel<Product>; 2],
     align: Kernel<Align>,
 }
 
@@ -47,10 +61,31 @@ fn few(levels: Levels, w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRow
     FewRows { on, few_split: true, groups, units, unit, k, gate, parts, beside, per_group: 0 }
 }
 
+/// A launch of `row.cu` with `w`, which takes one row of bf16 if it can be staged at once.
+pub(super) fn row(
+    levels: Levels,
+    w: &Packed,
+    norm: bool,
+    gate: bool,
+    on: Chip,
+) -> Option<(RowWidth, FewPlan)> {
+    let of = FewRows { beside: [entries(levels); 2], ..few(levels, w, 1, gate, on) };
+    let (width, mut plan) = of.row(norm, DType::BF16, true)?;
+    // Codings differ in registers, which therefore do not keep two blocks apart.
+    plan.how.shared = plan.how.shared.max(on.alone() as u32);
+    Some((width, plan))
+}
+
 impl Kernels {
     /// Compiles or finds them.
     pub fn load(gpu: &Arc<Gpu>, coding: Coding) -> Result<Self> {
-        let all = load(gpu, &SOURCE, coding, &[])?;
+        let (all, rows) = std::thread::scope(|scope| {
+            let rows = scope.spawn(|| load(gpu, &ROW, coding, &[]));
+            let all = load(gpu, &SOURCE, coding, &[]);
+            (all, rows.join().map_err(|_| Error::new(Code::Internal, "loading kernels")))
+        });
+        let (all, rows) = (all?, rows??);
+        let row = |name| rows.get_with(name, gpu.shared);
         let family = |x: &str, parts| {
             Ok::<_, Error>(Family { widths: all.widths(true, |width| gemv(width, x))?, parts })
         };
@@ -58,6 +93,7 @@ impl Kernels {
             gpu: gpu.clone(),
             levels: coding.levels,
             families: [family("f32", 3)?, family("f16", 2)?, family("bf16", 1)?],
+            row: [row("levels_row")?, row("levels_row_narrow")?],
             align: all.get("levels_gemv_align")?,
         })
     }
@@ -88,7 +124,9 @@ impl Kernels {
     /// asked for.
     pub unsafe fn forward(&self, w: &Packed, call: &Call) -> Result<()> {
         let (mut norm, k) = (call.norm.0, w.k as usize);
-        if norm % 16 != 0 {
+        // A product reads its norm's weight before it waits for the kernel ahead, unless that one writes it.
+        let copied = norm % 16 != 0;
+        if copied {
             let weight = Matrix::new(norm, DType::F32, 1, k, k);
             // SAFETY: by contract.
             unsafe { self.align.copy(weight, call.workspace, call.stream)? };
@@ -100,9 +138,16 @@ impl Kernels {
             let rows = most.min(m - first);
             let (mut xs, ys) = (call.x.rows_from(first, rows), call.y.rows_from(first, rows));
             let none = || Error::new(Code::Internal, format!("no launch for {rows} rows"));
-            let (width, plan) = of.plan(rows.next_power_of_two()).ok_or_else(none)?;
-            let kernel = self.families[call.source as usize - 1].widths[width as usize].as_ref();
-            let kernel = kernel.ok_or_else(none)?;
+            let is_row = rows == 1 && call.source == number(DType::BF16);
+            let of_row = || row(self.levels, w, norm != 0, call.gate, (&*self.gpu).into());
+            let (kernel, plan) = match is_row.then(of_row).flatten() {
+                Some((width, plan)) => (&self.row[width as usize], plan),
+                None => {
+                    let (width, plan) = of.plan(rows.next_power_of_two()).ok_or_else(none)?;
+                    let kernel = self.families[call.source as usize - 1].widths[width as usize].as_ref();
+                    (kernel.ok_or_else(none)?, plan)
+                }
+            };
             if !call.x.is_aligned() {
                 let to = call.workspace + 4 * k as u64;
                 // SAFETY: by contract.
@@ -130,7 +175,7 @@ impl Kernels {
                 eps: call.norm.1,
                 unused: 0,
             };
-            let how = Launch { stream: call.stream, ..plan.how };
+            let how = Launch { stream: call.stream, overlap: !copied, ..plan.how };
             // SAFETY: by contract.
             unsafe { kernel.launch(how, Product { p: gemv })? };
         }
@@ -141,7 +186,6 @@ impl Kernels {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use q4_cuda::FewPlan;
 
     #[test]
     fn kernels_take_what_they_are_given() -> Result<()> {
@@ -150,6 +194,8 @@ mod tests {
                 SOURCE.takes::<Product>(&gemv(width, x))?;
             }
         }
+        ROW.takes::<Product>("levels_row")?;
+        ROW.takes::<Product>("levels_row_narrow")?;
         SOURCE.takes::<Align>("levels_gemv_align")
     }
 
@@ -164,9 +210,44 @@ mod tests {
         let others = super::super::CODINGS[1..].iter().zip(majors.iter().cycle());
         for (coding, arch) in majors.iter().map(|arch| (&super::super::CODINGS[0], arch)).chain(others) {
             super::super::compile(&SOURCE, arch, *coding, &[])?;
+            super::super::compile(&ROW, arch, *coding, &[])?;
             super::super::compile(&super::super::simple::SOURCE, arch, *coding, &[])?;
         }
         Ok(())
+    }
+
+    /// A row that can be staged has a launch whose blocks are alone on a multiprocessor, with room for what
+    /// row.cu lays out.
+    #[test]
+    fn a_row_has_a_launch() {
+        let on = Chip { processors: 132, shared: 227 << 10, clusters: true };
+        let w = |n: u32, k: u32| Packed { codes: 0, scales: 0, n, k, group: 64, units: k.div_ceil(128) };
+        let levels = [Levels::Nf4, Levels::Int4, Levels::E2m1, Levels::E4m3];
+        for (levels, norm, gate) in levels.into_iter().flat_map(|l| [(l, false, true), (l, true, false)]) {
+            for (n, k) in [(32, 64), (96, 320), (2560, 4096), (19_456, 2560), (151_936, 8192), (64, 16_384)] {
+                let (w, both) = (w(n, k), if gate { 2 } else { 1 });
+                let Some((width, plan)) = row(levels, &w, norm, gate, on) else {
+                    assert!(norm && k > 8192, "{levels:?} {n} {k}");
+                    continue;
+                };
+                assert!(!norm || k <= 8192, "{levels:?} {n} {k}");
+                let (shared, threads) = (plan.how.shared as usize, plan.how.block[0] as usize);
+                assert!(2 * shared > on.shared && shared <= on.shared, "{shared} bytes");
+                let [each, extra, gate_at] = plan.deal(gate).map(|v| v as usize);
+                assert_eq!((each * plan.teams + extra) * both, n.div_ceil(16) as usize);
+                assert_eq!((plan.how.grid, gate_at > 0), ([plan.teams as u32, 1, 1], gate));
+                let groups = (each + usize::from(extra > 0)) * both;
+                let [x, norms] = [w.units as usize * 256 + 16, threads / 32 * 4];
+                let sums = (groups + threads / 32) * 16 * 4;
+                assert!(entries(levels) + x + norms + sums <= shared, "{levels:?} {n} {k}");
+                let is_narrow = groups * (w.units as usize) < 192;
+                assert_eq!((width == RowWidth::Narrow, threads), (is_narrow, width.threads()));
+            }
+        }
+        // What does not fit, gemv.cu takes.
+        let small = Chip { processors: 58, shared: 99 << 10, clusters: false };
+        assert!(row(Levels::Nf4, &w(1_000_000, 16_384), false, false, small).is_none());
+        assert!(row(Levels::Int4, &w(4096, 16_384), false, false, small).is_some());
     }
 
     /// Every launch of many shapes on many devices, as a hash for each: what they were when NVFP4 and NF4 had

@@ -5,8 +5,8 @@ use super::{FILES, Weight};
 use crate::probe::refused;
 use q4_core::{ActGlobal, Activations, Code, DType, Error, FuseSet, Result};
 use q4_cuda::{
-    Align, Chip, FEW_ROWS, FEW_STAGES, FewPlan, FewRows, Gpu, Kernel, Launch, Matrix, RowKernels, Source,
-    UNIT, Width, mirror, number,
+    Align, Chip, FEW_ROWS, FEW_STAGES, FewPlan, FewRows, Gpu, Kernel, Launch, Matrix, RowKernels, RowWidth,
+    Source, UNIT, Width, mirror, number,
 };
 use std::sync::{Arc, Once, OnceLock};
 
@@ -20,13 +20,6 @@ pub(super) const GEMV: Source =
 /// An image of its own: the two compile side by side.
 pub(super) const ROW: Source =
     Source { name: "nvfp4-row", text: include_str!("../../cuda/row.cu"), files: FILES };
-/// Longest row that `row.cu` stages with a norm, and without.
-const LONGEST: [usize; 2] = [8192, 16384];
-/// Threads of the kernels of `row.cu`: the narrow one has fewer warps, each with more units in flight. It is
-/// slower from so many units of a block on.
-const ROW_THREADS: usize = 512;
-const NARROW: usize = 384;
-const MANY: usize = 192;
 
 mirror! {
     /// `Gemv` of gemv.cu.
@@ -59,7 +52,7 @@ const FAMILIES: [Family; 5] = [
 /// A family's kernels.
 struct Loaded {
     widths: [Option<Kernel<Product>>; 5],
-    /// Of `row.cu`; the narrow one for native bf16.
+    /// Of `row.cu`, by [`RowWidth`]; the narrow one for native bf16.
     row: [Option<Kernel<Product>>; 2],
     align: Kernel<Align>,
 }
@@ -155,20 +148,8 @@ fn few(place: usize, [groups, units, k]: [usize; 3], gate: bool, on: Chip) -> Fe
 }
 
 /// A launch of `row.cu`, which takes one row if it can be staged at once.
-fn row(place: usize, of: &FewRows, rows: usize, norm: bool, x: DType) -> Option<FewPlan> {
-    let staged = of.k <= LONGEST[usize::from(!norm)] && (norm || x != DType::F32);
-    if rows != 1 || of.parts[0] != 1 || !staged {
-        return None;
-    }
-    let work = of.groups / of.both();
-    let teams = work.min(of.on.processors).max(1);
-    let groups = work.div_ceil(teams) * of.both();
-    let threads = if place == 0 && groups * of.units < MANY { NARROW } else { ROW_THREADS };
-    let shared = of.units * 256 + 16 + of.beside[0] + threads / 8 + (groups + 1 + threads / 32) * 64;
-    // Quotients of units are taken in f32.
-    let fits = shared <= of.on.shared && groups * of.units < 1 << 17;
-    let how = Launch::overlapping([teams, 1, 1], threads as u32, shared as u32, 0);
-    fits.then_some(FewPlan { how, work, teams })
+fn row(place: usize, of: &FewRows, rows: usize, norm: bool, x: DType) -> Option<(RowWidth, FewPlan)> {
+    if rows == 1 { of.row(norm, x, place == 0) } else { None }
 }
 
 /// What the compiler is told for a family; the last for [`ROW`] alone.
@@ -253,9 +234,7 @@ impl Fast for Kernels {
             let rows = most.min(x.rows - first);
             let (xs, ys) = (x.rows_from(first, rows), call.y.rows_from(first, rows));
             let launch = match row(place, &of, rows, norm != 0, x.dtype) {
-                Some(plan) => {
-                    kernels.row[usize::from(plan.how.block[0] == NARROW as u32)].as_ref().zip(Some(plan))
-                }
+                Some((width, plan)) => kernels.row[width as usize].as_ref().zip(Some(plan)),
                 None => of
                     .plan(rows.next_power_of_two())
                     .and_then(|(width, plan)| kernels.widths[width as usize].as_ref().zip(Some(plan))),
@@ -374,7 +353,7 @@ mod tests {
                     {
                         match row(place, &of, 1, norm, x) {
                             None => put(&[0]),
-                            Some(FewPlan { how, work, teams }) => {
+                            Some((_, FewPlan { how, work, teams })) => {
                                 put(&[how.block[0] as usize, teams, work, how.shared as usize]);
                             }
                         }
