@@ -83,7 +83,8 @@
  *              chain of K f32 additions can be K * 2^-24 off, which is more from K = 35 on: keep 16 sums side
  *              by side, or add in a tree.  The root mean square over a row or column of 32 and more is at
  *              most 3/4 of the bound.  NATIVE_KERNEL has 2 K for K/16, DEQUANT_MATMUL has K and a dense copy
- *              rounded to y's type, FUSED_ROUNDED bf16 weights.
+ *              rounded to y's type, FUSED_ROUNDED bf16 weights (1.5 * 2^-8 of sum |x w|), or, with
+ *              Q4_ACT_FP8, what FP8 tensor cores leave out of sums (4 * 33 * 2^-13 of it).
  *   Features   q4_env.cpu_features are some of these words and no others:
  *                x86_64   amx-bf16 avx2 avx512bf16 avx512bw avx512f avx512fp16 avx512vbmi avx512vl
  *                         avx512vnni avxvnni f16c fma
