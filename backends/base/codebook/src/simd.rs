@@ -18,15 +18,20 @@ pub(crate) struct Tables<L: Vector> {
     pub high: [L::Table; 4],
 }
 
-impl<L: Vector> Tables<L> {
+impl<L: Lanes> Tables<L> {
     /// # Safety
     /// As of [`Vector`]'s functions.
     #[inline(always)]
     pub unsafe fn of(values: &Values) -> Self {
+        let mut low = values.low;
+        if L::LIFT != 0.0 && values.high[0] != [0.0; 16] {
+            // What codes without upper bits are worth is a whole number, and so far below 2^24.
+            low.iter_mut().for_each(|v| *v += values.high[0][0] - L::LIFT);
+        }
         // SAFETY: the caller's.
         unsafe {
             let [a, b, c, d] = &values.high;
-            Self { low: L::table(&values.low), high: [L::table(a), L::table(b), L::table(c), L::table(d)] }
+            Self { low: L::table(&low), high: [L::table(a), L::table(b), L::table(c), L::table(d)] }
         }
     }
 
@@ -50,7 +55,8 @@ impl<L: Vector> Tables<L> {
                 Some(Bytes::Signed) => L::signed(four, j % 4),
                 Some(Bytes::E4m3) => L::e4m3(four, j % 4),
                 None if E::HIGH > 0 => {
-                    L::add(L::look_up(self.low, low, j), L::look_up(self.high[word], high, j))
+                    let (at, mask) = (4 * j + (word * E::HIGH) as i32, (1 << E::HIGH) - 1);
+                    L::add(L::look_up(self.low, low, j), L::upper(self.high[word], high, j, at, mask))
                 }
                 None => L::look_up(self.low, low, j),
             };
@@ -109,6 +115,8 @@ pub(crate) trait Lanes: Vector + Sized {
     const MANY: usize = 40;
     /// Rows of one [`tile`](Self::tile) at most: 1, 2, 4 or 6.
     const TILE_ROWS: usize = Self::ROWS;
+    /// What [`upper`](Self::upper) has more than upper bits are worth, and the lower ones less.
+    const LIFT: f32 = 0.0;
     /// Blocks (1 or 2) of one [`tile`](Self::tile) with up to `TILE_ROWS` input rows, which has two accumulators
     /// for each pair of them.
     const BLOCKS: usize = 1;
@@ -126,6 +134,15 @@ pub(crate) trait Lanes: Vector + Sized {
     ) -> [[[Self::F; 2]; B]; M] {
         // SAFETY: the trait's contract.
         unsafe { chain::<Self, E, B, M>(tables, groups, codes, count, x, word) }
+    }
+
+    /// What upper bits are worth, those under `mask` from bit `at` on in each word of nibbles, or, from a table
+    /// of nibble `j`.
+    #[inline(always)]
+    unsafe fn upper(table: Self::Table, words: Self::Words, j: i32, at: i32, mask: i32) -> Self::F {
+        let _ = (at, mask);
+        // SAFETY: the trait's contract.
+        unsafe { Self::look_up(table, words, j) }
     }
 
     /// Values of the 8 codes of each of 16 rows in word `word`, one code after the other.
@@ -175,7 +192,7 @@ pub(crate) trait Lanes: Vector + Sized {
 /// # Safety
 /// As of [`Lanes`].
 #[inline(always)]
-pub(crate) unsafe fn chain<L: Vector, E: Encoding, const B: usize, const M: usize>(
+pub(crate) unsafe fn chain<L: Lanes, E: Encoding, const B: usize, const M: usize>(
     tables: &Tables<L>,
     groups: &[Group<L>; B],
     codes: &[Codes; B],
@@ -211,7 +228,7 @@ pub(crate) unsafe fn chain<L: Vector, E: Encoding, const B: usize, const M: usiz
 /// # Safety
 /// As of [`Lanes`].
 #[inline(always)]
-pub(crate) unsafe fn unpack<L: Vector, E: Encoding>(
+pub(crate) unsafe fn unpack<L: Lanes, E: Encoding>(
     tables: &Tables<L>,
     group: &Group<L>,
     codes: &Codes,
@@ -232,4 +249,17 @@ impl Lanes for Portable {}
 #[cfg(target_arch = "x86_64")]
 impl Lanes for Avx512 {
     const BLOCKS: usize = 2;
+    const LIFT: f32 = 8_388_608.0;
+
+    /// The bits are made those of 2^23 and 16 times what they are: permutations are what there are too many of.
+    #[inline(always)]
+    unsafe fn upper(_: Self::Table, words: Self::Words, _: i32, at: i32, mask: i32) -> Self::F {
+        use std::arch::x86_64::*;
+        // SAFETY: the trait's contract.
+        unsafe {
+            let turned = _mm512_rorv_epi32(words, _mm512_set1_epi32((at - 4) & 31));
+            let (mask, lift) = (_mm512_set1_epi32(mask << 4), _mm512_set1_epi32(0x4b00_0000));
+            _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xea>(turned, mask, lift))
+        }
+    }
 }
