@@ -3,12 +3,12 @@
 //
 // wgmma with both operands in shared memory. Units hold lines of 64 of k as tensor cores take them, in an
 // order of their own (layout.cuh), and x is rounded to bytes in the same order (codes.cu): nothing is
-// decoded. FP8 tensor cores align what they add to the largest of it and keep
-// 13 bits behind its first one; so sums of 128 of k, a slab, are taken out, multiplied by scales and added up
-// in f32, while other warpgroups multiply. Blocks of a cluster have a part of k of one tile each and send each
-// other their sums. With a gate, half of a warpgroup's lines are up rows. Definitions: TN, rows of x of a tile
-// (64, 128 or 176); WGS, warpgroups that multiply, 64 rows of the weight each; SPLIT, blocks of a cluster;
-// X_BLOCKS, 1 where x has scales for 128 of k.
+// decoded. FP8 tensor cores align what they add to the largest of it and keep 13 bits behind its first one; so
+// sums of 128 of k, a slab, are taken out, multiplied by scales and added up in f32, while other warpgroups
+// multiply. Blocks of a cluster have a part of k of one tile each and send each other their sums. With a gate,
+// half of a warpgroup's lines are up rows. Definitions: TN, rows of x of a tile (64, 128 or 176); WGS,
+// warpgroups that multiply, 64 rows of the weight each; SPLIT, blocks of a cluster; X_BLOCKS, 1 where x has
+// scales for 128 of k.
 //
 // levels_fp8(x_map, y_map, lines_map, scales_map, scales, y, ldy, tokens, n, slabs, x_scales_ld, row_tiles, token_tiles, out,
 //            aligned); also levels_fp8_gate

@@ -20,6 +20,26 @@ impl Source {
     }
 }
 
+impl Arch {
+    /// Whether NVRTC, which is here, makes code for it: an old one knows old devices only.
+    pub fn is_known(&self) -> bool {
+        let mut count = 0;
+        // SAFETY: NVRTC was found; it writes the number, then as many.
+        let known = unsafe {
+            if ok(nvrtc::nvrtcGetNumSupportedArchs(&mut count), "number of architectures").is_err() {
+                return false;
+            }
+            let mut known = vec![0; count.max(0) as usize];
+            if ok(nvrtc::nvrtcGetSupportedArchs(known.as_mut_ptr()), "architectures").is_err() {
+                return false;
+            }
+            known
+        };
+        let (major, minor) = self.capability;
+        known.contains(&((major * 10 + minor) as i32))
+    }
+}
+
 /// The machine code of `source` for `arch`.
 pub(crate) fn image(source: &Source, arch: &Arch, options: &[&str], cache: &Cache) -> Result<Image> {
     let key = Key::new(source, arch, options);
@@ -101,4 +121,14 @@ fn ok(status: nvrtc::nvrtcResult, doing: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(Code::BackendFailed, format!("NVRTC: {doing}")).have(format!("{status:?}")))
+}
+
+#[test]
+fn an_old_compiler_knows_old_devices_and_a_new_one_all() {
+    let Found::Yes(version) = libraries().nvrtc else {
+        return println!("skipped: no NVRTC");
+    };
+    let unknown: Vec<_> = crate::ARCHS.into_iter().filter(|a| !a.is_known()).collect();
+    assert!(unknown.iter().all(|a| a.fp4), "{version} does not know {unknown:?}");
+    assert!(version < 12_090 || unknown.is_empty(), "{version} does not know {unknown:?}");
 }

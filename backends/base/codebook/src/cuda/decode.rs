@@ -206,7 +206,7 @@ mod tests {
             return Ok(());
         }
         // NF4's for all, and each other coding for one of them; bench/cubins.py compiles all for all.
-        let majors: Vec<_> = q4_cuda::Arch::majors().collect();
+        let majors: Vec<_> = q4_cuda::Arch::majors().filter(q4_cuda::Arch::is_known).collect();
         let others = super::super::CODINGS[1..].iter().zip(majors.iter().cycle());
         for (coding, arch) in majors.iter().map(|arch| (&super::super::CODINGS[0], arch)).chain(others) {
             super::super::compile(&SOURCE, arch, *coding, &[])?;
