@@ -177,7 +177,7 @@ pub(super) fn code_at(kind: Kind, row: usize, k: usize) -> (usize, usize) {
 
 /// Where a lane's 16 bytes are.
 fn place_of(kind: Kind, lane: usize) -> usize {
-    16 * if kind == Kind::Codes { lane ^ lane / 4 >> 1 & 3 } else { lane }
+    16 * if kind == Kind::Codes { lane ^ (lane / 8 % 4) } else { lane }
 }
 
 /// The k of each u16 of x in shared memory, as `stage_row` and `stage_one` deal out a unit's 128.
