@@ -122,6 +122,8 @@ def formats(card):
     for name in FORMATS:
         for what in ("decode", "prefill 512", "prefill 4096", "batch 64"):
             card.rate(f"{what.replace(' ', '-')}-{name}", f"{what}, {name} native", "no bound")
+            if name == "fp8":
+                card.rate(f"{what.replace(' ', '-')}-fp8-inputs", f"{what}, fp8 with fp8 inputs", "no bound")
         # Marlin's weights have half of FP8's bytes.
         for peer in ("cuBLAS bf16",) if name == "fp8" else ("Marlin on NVFP4", "cuBLAS bf16"):
             of = [f for n, f in card.figures.items() if n.endswith(f", {name}, beside {peer}")]

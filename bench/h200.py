@@ -268,6 +268,8 @@ def formats():
     names = os.environ.get("Q4_FORMATS", "int4,mxfp4,fp8").split(",")
     for name in names:
         bench(f"{name} native", "--activations", "native", *few, "--format", name, bars=False)
+        if name == "fp8":
+            bench("fp8 with fp8 inputs", "--activations", "fp8", *few, "--format", name, bars=False)
         # Marlin's weights have half of FP8's bytes.
         four = [] if name == "fp8" else [("Marlin on NVFP4, recorded", recorded(MARLIN))]
         products(name, [*four, dense], "--format", name)
