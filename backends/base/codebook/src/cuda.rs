@@ -335,8 +335,11 @@ impl PreparedWeight for Weight {
         let exact = self.exact(m, FuseSet::NONE).map_or(0, |k| k.workspace(w, number(self.source()), m));
         let rounded = self.rounded(m, FuseSet::NONE).map_or(0, |k| k.workspace(w, m));
         let fast = set.decode.workspace(w, m).max(exact).max(rounded);
-        let fp8 = self.fp8(m, FuseSet::NONE).map_or(0, |(k, _)| k.workspace(w, m));
-        fp8.max(RowKernels::rounded_bytes(&self.info.activations, m, self.info.k) + fast)
+        // Where FP8 tensor cores take many rows, only few become floats.
+        let fp8 = self.fp8(m, FuseSet::NONE).map(|(k, _)| k.workspace(w, m));
+        let floats = if fp8.is_some() { m.min(q4_cuda::FEW_ROWS) } else { m };
+        let rounded = RowKernels::rounded_bytes(&self.info.activations, floats, self.info.k);
+        fp8.unwrap_or(0).max(rounded + fast)
     }
     fn forward(&self, x: TensorView<'_>, y: TensorViewMut<'_>, cx: &mut ExecContext<'_>) -> Result<()> {
         self.run(x, &Fusion::default(), y, cx)
