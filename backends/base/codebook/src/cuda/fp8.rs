@@ -318,6 +318,38 @@ fn the_fastest_is_taken() {
     assert_eq!(taken(4096, 19456, 2560), (128, 3, 1));
 }
 
+/// Where two products by the inverse have one code, it is the quotient's: `codes_over` of codes.cu.
+#[test]
+fn products_by_the_inverse_have_the_codes_of_quotients() {
+    use q4_core::formats::e4m3::round;
+    for line in [
+        "{by, inverse * 0.9999995f, inverse * 1.0000005f, !(by > 2.4e-38f && by < 4e37f)}",
+        "pairs[t] = codes_of(v[2 * t] * s.less, v[2 * t + 1] * s.less);",
+        "doubt |= pairs[t] ^ codes_of(v[2 * t] * s.more, v[2 * t + 1] * s.more);",
+    ] {
+        assert!(CODES.text.contains(line), "{line}");
+    }
+    let scales = [2.5e-38f32, 1e-30, 3.7e-4, 1.0, 0.75, 1.337, 2.0e5, 3.9e37];
+    let (mut all, mut doubts) = (0, 0);
+    for scale in scales {
+        let inverse = 1.0 / scale;
+        let (less, more) = (inverse * 0.999_999_5, inverse * 1.000_000_5);
+        // Quotients of every binade that has codes and some besides, and the neighbours of every middle.
+        let spread = (0..60_000u32).map(|i| f32::from_bits(0x3a00_0000 + i * 2053));
+        let middles = (0..500u32).flat_map(|i| {
+            let middle = 0x3a08_0000 + (i << 20);
+            (-3..12).map(move |off| f32::from_bits(middle.wrapping_add_signed(off)))
+        });
+        for v in spread.chain(middles).map(|q| q * scale).filter(|v| *v < 1e38) {
+            let (low, high) = (round(v * less), round(v * more));
+            all += 1;
+            doubts += usize::from(low != high);
+            assert!(low != high || low == round(v / scale), "{v:e} over {scale:e}");
+        }
+    }
+    assert!(doubts > 0 && doubts < all / 10, "{doubts} of {all}");
+}
+
 #[test]
 fn kernels_take_what_they_are_given() -> Result<()> {
     GEMM.takes::<Gemm>("levels_fp8")?;
