@@ -19,7 +19,8 @@ template <bool HALVES> struct Eight {
             e.w[0] = v.x, e.w[1] = v.y, e.w[2] = v.z, e.w[3] = v.w;
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) e.w[i % (HALVES ? 4 : 8)] = there ? __float_as_uint(load(x, at + i)) : 0;
+            for (int i = 0; i < 8; i++)
+                e.w[i % (HALVES ? 4 : 8)] = there ? __float_as_uint(load(x, at + i)) : 0;
         }
         return e;
     }
@@ -27,15 +28,19 @@ template <bool HALVES> struct Eight {
     __device__ __forceinline__ u32 top(u32 most) const {
 #pragma unroll
         for (int i = 0; i < (HALVES ? 4 : 8); i++) {
-            if (HALVES) asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(w[i] & 0x7fff7fffu));
-            else most = max(most, w[i] & 0x7fffffffu);
+            if (HALVES)
+                asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(most), "r"(w[i] & 0x7fff7fffu));
+            else
+                most = max(most, w[i] & 0x7fffffffu);
         }
         return most;
     }
     // That of two.
     DEVICE u32 larger(u32 a, u32 b) {
-        if (HALVES) asm("max.u16x2 %0, %1, %2;" : "=r"(a) : "r"(a), "r"(b));
-        else a = max(a, b);
+        if (HALVES)
+            asm("max.u16x2 %0, %1, %2;" : "=r"(a) : "r"(a), "r"(b));
+        else
+            a = max(a, b);
         return a;
     }
     // As a float.
@@ -48,9 +53,13 @@ template <bool HALVES> struct Eight {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 h = w[i];
-            if (!HALVES) v[2 * i] = __uint_as_float(w[2 * i % (HALVES ? 4 : 8)]), v[2 * i + 1] = __uint_as_float(w[(2 * i + 1) % (HALVES ? 4 : 8)]);
-            else if (dtype == BF16) v[2 * i] = from_bf16(h & 0xffff), v[2 * i + 1] = from_bf16(h >> 16);
-            else v[2 * i] = from_f16(h & 0xffff), v[2 * i + 1] = from_f16(h >> 16);
+            if (!HALVES)
+                v[2 * i] = __uint_as_float(w[2 * i % (HALVES ? 4 : 8)]),
+                      v[2 * i + 1] = __uint_as_float(w[(2 * i + 1) % (HALVES ? 4 : 8)]);
+            else if (dtype == BF16)
+                v[2 * i] = from_bf16(h & 0xffff), v[2 * i + 1] = from_bf16(h >> 16);
+            else
+                v[2 * i] = from_f16(h & 0xffff), v[2 * i + 1] = from_f16(h >> 16);
         }
     }
 };
@@ -81,7 +90,8 @@ DEVICE void codes_over(const float (&v)[8], const Scale &s, u32 (&pairs)[4]) {
     }
     if (!doubt) return;
 #pragma unroll
-    for (int t = 0; t < 4; t++) pairs[t] = s.by == 0 ? 0 : codes_of(__fdiv_rn(v[2 * t], s.by), __fdiv_rn(v[2 * t + 1], s.by));
+    for (int t = 0; t < 4; t++)
+        pairs[t] = s.by == 0 ? 0 : codes_of(__fdiv_rn(v[2 * t], s.by), __fdiv_rn(v[2 * t + 1], s.by));
 }
 // Codes of eight elements from k on, of which all are NaN unless what shares their scale `fits`.
 DEVICE void put(const float (&v)[8], bool fits, const Scale &s, u8 *row, u32 k, u32 padded) {
@@ -91,14 +101,17 @@ DEVICE void put(const float (&v)[8], bool fits, const Scale &s, u8 *row, u32 k, 
     // about: what the other has of one's own two.
     bool odd = threadIdx.x & 1;
     u32 early = pairs[0] | pairs[1] << 16, late = pairs[2] | pairs[3] << 16;
-    u32 got = __shfl_xor_sync(~0u, odd ? early : late, 1), even_ones = odd ? got : early, odd_ones = odd ? late : got;
+    u32 got = __shfl_xor_sync(~0u, odd ? early : late, 1), even_ones = odd ? got : early,
+        odd_ones = odd ? late : got;
     if (k >= padded) return;
     u8 *to = row + k / 64 * 64 + (odd ? 32 : 0) + k / 16 % 4 * 4;
     *(u32 *)to = fits ? __byte_perm(even_ones, odd_ones, 0x5140) : 0x7f7f7f7fu;
     *(u32 *)(to + 16) = fits ? __byte_perm(even_ones, odd_ones, 0x7362) : 0x7f7f7f7fu;
 }
 
-template <bool HALVES> DEVICE void coded(const Matrix &x, bool by_blocks, float fixed, u8 *codes, u32 padded, float *scales, u32 ld) {
+template <bool HALVES>
+DEVICE void coded(const Matrix &x, bool by_blocks, float fixed, u8 *codes, u32 padded, float *scales,
+                  u32 ld) {
     using E = Eight<HALVES>;
     __shared__ u32 tops[CODERS / 32];
     u64 row = blockIdx.x, first = row * x.ld;
@@ -131,10 +144,13 @@ template <bool HALVES> DEVICE void coded(const Matrix &x, bool by_blocks, float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(CODERS) levels_codes(Matrix x, u32 by_blocks, float fixed, u8 *codes, u32 padded, float *scales, u32 ld) {
+extern "C" __global__ void __launch_bounds__(CODERS)
+    levels_codes(Matrix x, u32 by_blocks, float fixed, u8 *codes, u32 padded, float *scales, u32 ld) {
     let_next_start();
     wait_for_previous();
     bool aligned = ((x.data | x.ld * 2) & 15) == 0;
-    if (x.dtype != F32 && aligned) coded<true>(x, by_blocks, fixed, codes, padded, scales, ld);
-    else coded<false>(x, by_blocks, fixed, codes, padded, scales, ld);
+    if (x.dtype != F32 && aligned)
+        coded<true>(x, by_blocks, fixed, codes, padded, scales, ld);
+    else
+        coded<false>(x, by_blocks, fixed, codes, padded, scales, ld);
 }

@@ -27,11 +27,13 @@
 
 constexpr int PAIR = 1, THREADS = 128 * (WGS + 1);
 constexpr int W_LINES = 64 * 128, W_SCALES = 4 * 128; // bytes of a slab for a warpgroup
-constexpr int W_SLAB = WGS * W_LINES, X_SLAB = TN * 128, S_SLAB = WGS * W_SCALES + (X_BLOCKS ? (TN * 4 + 127) / 128 * 128 : 0);
+constexpr int W_SLAB = WGS * W_LINES, X_SLAB = TN * 128,
+              S_SLAB = WGS * W_SCALES + (X_BLOCKS ? (TN * 4 + 127) / 128 * 128 : 0);
 constexpr int SLAB_BYTES = W_SLAB + X_SLAB + WGS * W_SCALES + (X_BLOCKS ? TN * 4 : 0);
-constexpr int KEPT = TN / SPLIT;                        // tokens of a tile whose outputs a block writes
-constexpr int PIECE = SPLIT > 1 ? 0 : 2048, PIECES = 2; // outputs of a warpgroup on their way to memory, PIECES times
-constexpr int UPS = 16 * 32 * 4;                        // up sums of a warpgroup for 16 tokens
+constexpr int KEPT = TN / SPLIT; // tokens of a tile whose outputs a block writes
+constexpr int PIECE = SPLIT > 1 ? 0 : 2048,
+              PIECES = 2; // outputs of a warpgroup on their way to memory, PIECES times
+constexpr int UPS = 16 * 32 * 4; // up sums of a warpgroup for 16 tokens
 constexpr int RECEIVED = (SPLIT - 1) * 64 * WGS * KEPT * 4; // sums from the others of a cluster
 constexpr int BESIDE = WGS * (PIECES * PIECE + UPS) + RECEIVED + 8;
 constexpr int FITTING = (Q4_SHARED - BESIDE) / (W_SLAB + X_SLAB + S_SLAB + 16);
@@ -41,30 +43,37 @@ constexpr int STAGES = FITTING < 8 ? FITTING : 8;
 // Rows of x by a slab.
 DEVICE void copy_rows(u32 to, const Map *map, int k, int token, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(k), "r"(token), "r"(barrier)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+            "r"(to),
+        "l"(map), "r"(k), "r"(token), "r"(barrier)
         : "memory");
 }
 // Lines of a warpgroup: of 64 of k, then of the next 64, those of the gate before up ones.
 DEVICE void copy_lines(u32 to, const Map *map, int group, int slab, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, 0, 0, %3}], [%4];" ::"r"(to), "l"(map), "r"(group), "r"(slab),
-        "r"(barrier)
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, 0, 0, %3}], [%4];" ::
+            "r"(to),
+        "l"(map), "r"(group), "r"(slab), "r"(barrier)
         : "memory");
 }
 // Their scales.
 DEVICE void copy_scales(u32 to, const Map *map, int group, int slab, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, 0, %3}], [%4];" ::"r"(to), "l"(map), "r"(group), "r"(slab),
-        "r"(barrier)
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, 0, %3}], [%4];" ::
+            "r"(to),
+        "l"(map), "r"(group), "r"(slab), "r"(barrier)
         : "memory");
 }
 DEVICE void cluster_meets() {
-    if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (SPLIT > 1)
+        asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::
+                         : "memory");
 }
 
 // Outputs of a warpgroup whose first two warps have sums of gate rows and the others those of the up rows, in
 // the same places; 16 tokens at a time, for which up sums go through `ups`.
-DEVICE void put_gated(float *d, const Target &to, u32 base, u32 ups, int token, int row, int lane, int w, int me, int own, u32 &turn) {
+DEVICE void put_gated(float *d, const Target &to, u32 base, u32 ups, int token, int row, int lane, int w,
+                      int me, int own, u32 &turn) {
     using P = Piece<true>;
     u32 mine = ups + (me & 63) * 16;
 #pragma unroll
@@ -75,22 +84,28 @@ DEVICE void put_gated(float *d, const Target &to, u32 base, u32 ups, int token, 
         if (w >= 2) {
 #pragma unroll
             for (int j = 0; j < 8; j += 4)
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + j * 256), "f"(s[j]), "f"(s[j + 1]), "f"(s[j + 2]), "f"(s[j + 3]) : "memory");
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + j * 256), "f"(s[j]),
+                             "f"(s[j + 1]), "f"(s[j + 2]), "f"(s[j + 3])
+                             : "memory");
         }
         meet(own, 128);
         if (w < 2) {
             float up[8];
 #pragma unroll
             for (int j = 0; j < 8; j += 4)
-                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(up[j]), "=f"(up[j + 1]), "=f"(up[j + 2]), "=f"(up[j + 3]) : "r"(mine + j * 256) : "memory");
+                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                             : "=f"(up[j]), "=f"(up[j + 1]), "=f"(up[j + 2]), "=f"(up[j + 3])
+                             : "r"(mine + j * 256)
+                             : "memory");
 #pragma unroll
             for (int j = 0; j < 8; j++) s[j] = __fdividef(s[j], 1.f + __expf(-s[j])) * up[j];
             if (!to.aligned) {
                 write_any<false, 16>(s, to, token + i * 2, row, lane, w);
             } else {
                 int matrix = lane >> 3;
-                store4(P::at(at, 8 * (matrix >> 1) + (lane & 7), 16 * w + (matrix & 1) * 8), As<bf16>::pair(s[0], s[1]), As<bf16>::pair(s[2], s[3]),
-                       As<bf16>::pair(s[4], s[5]), As<bf16>::pair(s[6], s[7]));
+                store4(P::at(at, 8 * (matrix >> 1) + (lane & 7), 16 * w + (matrix & 1) * 8),
+                       As<bf16>::pair(s[0], s[1]), As<bf16>::pair(s[2], s[3]), As<bf16>::pair(s[4], s[5]),
+                       As<bf16>::pair(s[6], s[7]));
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             }
         }
@@ -122,12 +137,13 @@ struct Slabs {
 };
 
 template <bool GATE>
-DEVICE void multiply(
-    const Map *x_map, const Map *y_map, const Map *lines_map, const Map *scales_map, const float *scales, u64 y, u64 ldy, int tokens, int n,
-    int slabs, int x_scales_ld, int row_tiles, int token_tiles, int out, int aligned) {
+DEVICE void multiply(const Map *x_map, const Map *y_map, const Map *lines_map, const Map *scales_map,
+                     const float *scales, u64 y, u64 ldy, int tokens, int n, int slabs, int x_scales_ld,
+                     int row_tiles, int token_tiles, int out, int aligned) {
     extern __shared__ __align__(1024) u8 room[];
     u32 ws = shared_address(room), xs = ws + STAGES * W_SLAB, store = xs + STAGES * X_SLAB;
-    u32 ups = store + WGS * PIECES * PIECE, received = ups + WGS * UPS, ss = received + RECEIVED, full = ss + STAGES * S_SLAB, empty = full + 8 * STAGES, all_received = empty + 8 * STAGES;
+    u32 ups = store + WGS * PIECES * PIECE, received = ups + WGS * UPS, ss = received + RECEIVED,
+        full = ss + STAGES * S_SLAB, empty = full + 8 * STAGES, all_received = empty + 8 * STAGES;
     int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, part = blockIdx.x % SPLIT;
     int workers = gridDim.x / SPLIT, first = blockIdx.x / SPLIT, count = row_tiles * token_tiles;
     let_next_start();
@@ -154,20 +170,26 @@ DEVICE void multiply(
                 u32 barrier = full + 8 * stage;
                 barrier_expect(barrier, SLAB_BYTES);
 #pragma unroll
-                for (int i = 0; i < WGS; i++) copy_lines(ws + stage * W_SLAB + i * W_LINES, lines_map, group_of(place.pair, i), slab, barrier);
+                for (int i = 0; i < WGS; i++)
+                    copy_lines(ws + stage * W_SLAB + i * W_LINES, lines_map, group_of(place.pair, i), slab,
+                               barrier);
             });
         } else if (role == 1) {
             slabs_of.each([&](u32 stage, const Place &place, int slab) {
                 u32 barrier = full + 8 * stage;
 #pragma unroll
-                for (int i = 0; i < WGS; i++) copy_scales(ss + stage * S_SLAB + i * W_SCALES, scales_map, group_of(place.pair, i), slab, barrier);
+                for (int i = 0; i < WGS; i++)
+                    copy_scales(ss + stage * S_SLAB + i * W_SCALES, scales_map, group_of(place.pair, i), slab,
+                                barrier);
             });
         } else if (role == 2) {
             wait_for_previous();
             slabs_of.each([&](u32 stage, const Place &place, int slab) {
                 u32 barrier = full + 8 * stage;
                 copy_rows(xs + stage * X_SLAB, x_map, slab * 128, place.token, barrier);
-                if (X_BLOCKS) copy_bytes(ss + stage * S_SLAB + WGS * W_SCALES, scales + (u64)slab * x_scales_ld + place.token, TN * 4, barrier);
+                if (X_BLOCKS)
+                    copy_bytes(ss + stage * S_SLAB + WGS * W_SCALES,
+                               scales + (u64)slab * x_scales_ld + place.token, TN * 4, barrier);
             });
         }
         __syncwarp();
@@ -187,7 +209,8 @@ DEVICE void multiply(
 #pragma unroll 1
             for (int slab = from; slab < to; slab++) {
                 barrier_wait(full + 8 * stage, phase);
-                u64 a = narrow_tile_at(ws + stage * W_SLAB + half * W_LINES), b = tile_at(xs + stage * X_SLAB);
+                u64 a = narrow_tile_at(ws + stage * W_SLAB + half * W_LINES),
+                    b = tile_at(xs + stage * X_SLAB);
                 open_products();
                 product_e4m3(d, a, b, 0);
                 product_e4m3(d, a + 2, b + 2, 1);
@@ -196,16 +219,24 @@ DEVICE void multiply(
                 close_products();
                 // Of rows g and g + 8.
                 float2 scale;
-                asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scale.x), "=f"(scale.y) : "r"(scale_at + stage * S_SLAB) : "memory");
+                asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                             : "=f"(scale.x), "=f"(scale.y)
+                             : "r"(scale_at + stage * S_SLAB)
+                             : "memory");
                 finish_products(d);
                 if (X_BLOCKS) {
                     u32 from = ss + stage * S_SLAB + WGS * W_SCALES + t * 8;
 #pragma unroll
                     for (int i = 0; i < SUMS; i += 4) {
                         float one, two;
-                        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(one), "=f"(two) : "r"(from + i * 8) : "memory");
-                        sums[i] = fmaf(d[i], scale.x * one, sums[i]), sums[i + 1] = fmaf(d[i + 1], scale.x * two, sums[i + 1]);
-                        sums[i + 2] = fmaf(d[i + 2], scale.y * one, sums[i + 2]), sums[i + 3] = fmaf(d[i + 3], scale.y * two, sums[i + 3]);
+                        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                                     : "=f"(one), "=f"(two)
+                                     : "r"(from + i * 8)
+                                     : "memory");
+                        sums[i] = fmaf(d[i], scale.x * one, sums[i]),
+                        sums[i + 1] = fmaf(d[i + 1], scale.x * two, sums[i + 1]);
+                        sums[i + 2] = fmaf(d[i + 2], scale.y * one, sums[i + 2]),
+                                 sums[i + 3] = fmaf(d[i + 3], scale.y * two, sums[i + 3]);
                     }
                 }
                 __syncwarp();
@@ -230,8 +261,12 @@ DEVICE void multiply(
             }
             int row = (place.pair * WGS + half) * (GATE ? 32 : 64);
             // With SPLIT there is room for all in the ring of x.
-            if (GATE) put_gated(sums, target, SPLIT > 1 ? xs + half * 2048 : base, ups + half * UPS, token, row, lane, w, me, own, turn);
-            else put_all<false>(sums, target, base, SPLIT > 1 ? xs + half * (KEPT * 128) : 0, token, row, lane, w, me, own, turn);
+            if (GATE)
+                put_gated(sums, target, SPLIT > 1 ? xs + half * 2048 : base, ups + half * UPS, token, row,
+                          lane, w, me, own, turn);
+            else
+                put_all<false>(sums, target, base, SPLIT > 1 ? xs + half * (KEPT * 128) : 0, token, row, lane,
+                               w, me, own, turn);
         }
         if (me == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
         __syncwarp();
@@ -245,11 +280,13 @@ DEVICE void multiply(
 #define IN_CLUSTERS
 #endif
 #define GEMM(NAME, GATE) \
-    extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) NAME( \
-        const __grid_constant__ Map x_map, const __grid_constant__ Map y_map, const __grid_constant__ Map lines_map, const __grid_constant__ Map scales_map, \
-        const float *scales, \
-        u64 y, u64 ldy, int tokens, int n, int slabs, int x_scales_ld, int row_tiles, int token_tiles, int out, int aligned) { \
-        multiply<GATE>(&x_map, &y_map, &lines_map, &scales_map, scales, y, ldy, tokens, n, slabs, x_scales_ld, row_tiles, token_tiles, out, aligned); \
+    extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) \
+        NAME(const __grid_constant__ Map x_map, const __grid_constant__ Map y_map, \
+             const __grid_constant__ Map lines_map, const __grid_constant__ Map scales_map, \
+             const float *scales, u64 y, u64 ldy, int tokens, int n, int slabs, int x_scales_ld, \
+             int row_tiles, int token_tiles, int out, int aligned) { \
+        multiply<GATE>(&x_map, &y_map, &lines_map, &scales_map, scales, y, ldy, tokens, n, slabs, \
+                       x_scales_ld, row_tiles, token_tiles, out, aligned); \
     }
 GEMM(levels_fp8, false)
 GEMM(levels_fp8_gate, true)
