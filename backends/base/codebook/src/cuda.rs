@@ -242,19 +242,24 @@ impl Weight {
 
     /// The type whose exact values are multiplied: that of x, f32 where x is quantised.
     fn source(&self) -> DType {
-        if self.info.activations == Activations::Native { self.x } else { DType::F32 }
+        if self.quantises() { DType::F32 } else { self.x }
+    }
+    /// Whether what is multiplied is not x but what a format keeps of it.
+    fn quantises(&self) -> bool {
+        self.info.activations != Activations::Native
     }
 
-    /// Kernels for many rows, if there are any for this path and such calls: with weights rounded, or exact.
+    /// Kernels for many rows, if there are any for this path and such calls: with weights rounded, which take
+    /// bf16 as it comes, or exact.
     fn rounded(&self, m: usize, set: FuseSet) -> Option<&rounded::Kernels> {
         // What bf16 holds is not rounded; the kernels multiply it by bf16.
-        let is_exact =
-            self.coding.is_bf16() && self.x == DType::BF16 && self.info.activations == Activations::Native;
+        let is_exact = self.coding.is_bf16() && self.x == DType::BF16;
         let has_path = self.info.path == ExecPath::FusedRounded || is_exact;
-        self.set.rounded.as_ref().filter(|k| has_path && k.takes(&self.packed, m, set))
+        let takes = |k: &&rounded::Kernels| k.takes(&self.packed, m, set);
+        self.set.rounded.as_ref().filter(|_| has_path && !self.quantises()).filter(takes)
     }
     fn exact(&self, m: usize, set: FuseSet) -> Option<&prefill::Kernels> {
-        let has_path = self.info.path == ExecPath::FusedDequant;
+        let has_path = self.info.path == ExecPath::FusedDequant || self.quantises();
         self.set.prefill.as_ref().filter(|k| has_path && k.takes(&self.packed, m, set))
     }
 
@@ -345,11 +350,10 @@ impl PreparedWeight for Weight {
         self.run(x, &Fusion::default(), y, cx)
     }
     fn fuses(&self, m: usize, set: FuseSet) -> bool {
-        let quantised = self.info.activations != Activations::Native;
         set == FuseSet::NONE
             || (m > 0
                 // What is quantised is the normed row.
-                && !(quantised && set.contains(FuseSet::NORM))
+                && !(self.quantises() && set.contains(FuseSet::NORM))
                 && self.takes(m, set))
     }
     fn forward_fused(
