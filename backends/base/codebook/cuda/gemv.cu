@@ -24,7 +24,7 @@ struct Gemv {
     u32 gate_at;              // row group of the first up row, 0 without gate
     u32 x_dtype, y_dtype, accumulate;
     float eps;
-    u32 unused;
+    float fixed;              // of row.cu, where it rounds x: the scale of x, or how it comes about
 };
 
 // Four 8 x 8 matrices; lane i has the address of row i % 8 of matrix i / 8.

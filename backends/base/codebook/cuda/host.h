@@ -86,6 +86,8 @@ static unsigned __float_as_uint(float f) {
 static int __float2int_rn(float f) { return (int)std::nearbyint(f); }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdividef(float a, float b) { return a / b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fadd_rn(float a, float b) { return a + b; }
 static float __frcp_rn(float a) { return 1 / a; }
 static float rsqrtf(float a) { return 1 / std::sqrt(a); }
 #define __expf(a) std::exp((float)(a))

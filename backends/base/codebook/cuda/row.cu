@@ -7,6 +7,7 @@
 // a lane has are then those that its own word of scales belongs to, of one row and one tile.
 #define Q4_ROW
 #include "gemv.cu"
+#include "codec.cuh"
 #include "row.cuh"
 
 // How far the k of a pair of INT4 or E2M1 lie apart (below), and of others the k that a lane has of two bytes.
@@ -85,9 +86,10 @@ __device__ __forceinline__ void lds4_if(u32 (&v)[4], u32 at, u32 have, u32 want)
                  : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3])
                  : "r"(at), "r"(have), "r"(want));
 }
-// Adds the unit's product of row n, or n + 8 where t is odd, over tile t / 2. b: operands of x, of half h of
-// tile s at 8 s + 4 h.
-__device__ __forceinline__ void times_x(const Unit &u, u32 part, u32 t, u32 xat, u32 table, u32 copy, u32 (&b)[16], float &sum) {
+// Adds `by` times the unit's product of row n, or n + 8 where t is odd, over tile t / 2. b: operands of x, of
+// half h of tile s at 8 s + 4 h.
+__device__ __forceinline__ void times_x(const Unit &u, u32 part, u32 t, u32 xat, u32 table, u32 copy, float by,
+                                        u32 (&b)[16], float &sum) {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -132,11 +134,11 @@ __device__ __forceinline__ void times_x(const Unit &u, u32 part, u32 t, u32 xat,
 #endif
         }
 #if LEVELS == NF4
-    sum = fmaf(t % 2 ? d[1][0] + d[1][2] : d[0][0] + d[0][2], __uint_as_float(u.scale), sum);
+    sum = fmaf(t % 2 ? d[1][0] + d[1][2] : d[0][0] + d[0][2], __uint_as_float(u.scale) * by, sum);
 #else
     // Of the two tiles the other one's columns are zero here.
 #pragma unroll
-    for (int h = 0; h <= HALVES; h++) sum = fmaf(t % 2 ? d[0][2 + h] + d[1][2 + h] : d[0][h] + d[1][h], scale_in(u.scale, h), sum);
+    for (int h = 0; h <= HALVES; h++) sum = fmaf(t % 2 ? d[0][2 + h] + d[1][2 + h] : d[0][h] + d[1][h], scale_in(u.scale, h) * by, sum);
 #endif
 }
 
@@ -166,6 +168,57 @@ template <int BLOCK> __device__ __forceinline__ void stage_one(const Gemv &p, u3
     stage_row<BLOCK, GAP>(p, norms, [] {}, normed, plain);
 }
 
+#if LEVELS == E4M3
+// The staged row becomes what FP8 keeps of it: codes as bf16, and a scale for each unit of k. `p.fixed` is that
+// of all; where it is 0 the row has one, below 0 each unit: amax / 448. NaN where an element is not finite.
+template <int BLOCK>
+__device__ __forceinline__ void round_staged(const Gemv &p, u16 *xs, float *scales, u32 *tops) {
+    enum { MOST = (2047 + BLOCK) / BLOCK }; // of eight elements, a thread
+    const u32 count = p.units * 16;
+    u32 h[MOST][4], top[MOST], of_row = 0;
+    __syncthreads();
+#pragma unroll
+    for (u32 j = 0; j < MOST; j++) {
+        u32 i = threadIdx.x + j * BLOCK;
+        uint4 v = i < count ? ((const uint4 *)xs)[i] : make_uint4(0, 0, 0, 0);
+        h[j][0] = v.x, h[j][1] = v.y, h[j][2] = v.z, h[j][3] = v.w;
+        top[j] = 0;
+#pragma unroll
+        for (int e = 0; e < 4; e++) top[j] = max(top[j], max(h[j][e] & 0x7fffu, h[j][e] >> 16 & 0x7fffu));
+        of_row = max(of_row, top[j]);
+        if (p.fixed < 0) // a unit has 16 threads
+            for (int d = 1; d < 16; d *= 2) top[j] = max(top[j], __shfl_xor_sync(~0u, top[j], d));
+    }
+    if (p.fixed == 0) {
+        for (int d = 16; d; d >>= 1) of_row = max(of_row, __shfl_xor_sync(~0u, of_row, d));
+        if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = of_row;
+        __syncthreads();
+        for (u32 i = 0; i < BLOCK / 32; i++) of_row = max(of_row, tops[i]);
+    }
+#pragma unroll
+    for (u32 j = 0; j < MOST; j++) {
+        u32 i = threadIdx.x + j * BLOCK, most = p.fixed == 0 ? of_row : top[j];
+        if (i >= count) break;
+        float scale = p.fixed > 0 ? p.fixed : __fdiv_rn(from_bf16(most), 448.0f), inverse = __frcp_rn(scale);
+        bool plain = scale > 1e-30f && scale < 1e30f;
+        auto rounded = [&](u32 v) {
+            float x = from_bf16(v & 0x7fffu), q = __fmul_rn(x, inverse);
+            // The nearest quotient, where nothing on the way leaves the range.
+            q = plain ? fmaf(fmaf(-q, scale, x), inverse, q) : scale == 0 ? 0.0f : __fdiv_rn(x, scale);
+            return __float_as_uint(e4m3_nearest(fminf(q, 448.0f))) >> 16 | (v & 0x8000u);
+        };
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            h[j][e] =
+                most < 0x7f80u ? rounded(h[j][e] & 0xffffu) | rounded(h[j][e] >> 16) << 16 : 0x7fff7fffu;
+        ((uint4 *)xs)[i] = make_uint4(h[j][0], h[j][1], h[j][2], h[j][3]);
+        if (i % 16 == 0) scales[i / 16] = scale;
+    }
+}
+#else
+template <int BLOCK> __device__ __forceinline__ void round_staged(const Gemv &, u16 *, float *, u32 *) {}
+#endif
+
 // What y holds where this thread will add, and element i of y of the block.
 __device__ __forceinline__ float old_of(const Gemv &p, const Part &r, u32 i) {
     Element<1> y(p, r, i);
@@ -180,15 +233,16 @@ __device__ __forceinline__ void finish(const Gemv &p, const Part &r, const float
     else ((u16 *)p.y)[y.at] = p.y_dtype == BF16 ? to_bf16(sum) : to_f16(sum);
 }
 
-// Shared memory: the table, x, sums of the norm, partial sums.
-template <int BLOCK, int AHEAD> __device__ __forceinline__ void row(const Gemv &p) {
+// Shared memory: the table, x, sums of the norm, scales of x if it is ROUNDED, partial sums.
+template <int BLOCK, int AHEAD, bool ROUNDED> __device__ __forceinline__ void row(const Gemv &p) {
     extern __shared__ __align__(128) u8 memory[];
     // Told to the compiler to be the same in all lanes.
     u32 lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     let_next_start();
     Part r = part_of<BLOCK>(p, warp);
     u16 *xs = (u16 *)(memory + ENTRIES);
-    float *norms = (float *)(xs + p.units * 128 + 8), *sums = norms + BLOCK / 32;
+    float *norms = (float *)(xs + p.units * 128 + 8), *scales = norms + BLOCK / 32;
+    float *sums = scales + (ROUNDED ? p.units : 0);
     u32 half = warp >= r.warps, left = r.to - r.from;
     int ahead = left;
     const u8 *codes = p.w + ((u64)((half ? p.gate_at : 0) + r.first) * p.units + r.from) * UNIT, *scale = codes + SCALES_AT + lane * 4;
@@ -207,6 +261,7 @@ template <int BLOCK, int AHEAD> __device__ __forceinline__ void row(const Gemv &
     write_entries(table, threadIdx.x, BLOCK);
 #endif
     stage_one<BLOCK>(p, shared_at(xs), norms);
+    if (ROUNDED) round_staged<BLOCK>(p, xs, scales, (u32 *)norms);
     u32 i = threadIdx.x / MATES;
     float old = old_of(p, r, i);
     __syncthreads(); // x and the table are there
@@ -214,20 +269,21 @@ template <int BLOCK, int AHEAD> __device__ __forceinline__ void row(const Gemv &
     u32 t = lane % 4, n = lane / 4, v = divided(r.from, __fdividef(1.0f, (float)p.units)), at = r.from - v * p.units;
     u32 part = part_of_column(n), xfirst = shared_at(xs) + t * 32, xat = xfirst + at * 256;
     float *to = sums + (v + half * r.count + warp) * 16 + n, sum = 0;
+    const float *by = scales + at;
     // Units up to the end of a row group, and those behind it.
     u32 run = min(p.units - at, left);
     left -= run;
     if (run) while (true) {
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
-            times_x(units[j], part, t, xat, table, copy, b, sum);
+            times_x(units[j], part, t, xat, table, copy, ROUNDED ? *by : 1.0f, b, sum);
             next(units[j]);
-            xat += 256;
+            xat += 256, by++;
             if (!--run) {
                 sum += __shfl_xor_sync(~0u, sum, 2);
                 if (t < 2) to[8 * t] = sum;
                 if (!left) goto summed_up;
-                to += 16, sum = 0, xat = xfirst;
+                to += 16, sum = 0, xat = xfirst, by = scales;
                 run = min(p.units, left), left -= run;
             }
         }
@@ -240,12 +296,16 @@ summed_up:
 }
 
 // Fewer warps with more registers, for blocks of few units.
-#define ROW(name, BLOCK, AHEAD) \
-    extern "C" __global__ void __launch_bounds__(BLOCK, 1) name(const __grid_constant__ Gemv p) { row<BLOCK, AHEAD>(p); }
+#define ROW(name, BLOCK, AHEAD, ROUNDED) \
+    extern "C" __global__ void __launch_bounds__(BLOCK, 1) name(const __grid_constant__ Gemv p) { \
+        row<BLOCK, AHEAD, ROUNDED>(p); \
+    }
 #if CODE_BITS == 8
-ROW(levels_row, 512, 2)
-ROW(levels_row_narrow, 384, 3)
+ROW(levels_row, 512, 2, false)
+ROW(levels_row_narrow, 384, 3, false)
+ROW(levels_row_rounded, 512, 2, true)
+ROW(levels_row_rounded_narrow, 384, 3, true)
 #else
-ROW(levels_row, 512, 3)
-ROW(levels_row_narrow, 384, 5)
+ROW(levels_row, 512, 3, false)
+ROW(levels_row_narrow, 384, 5, false)
 #endif

@@ -120,6 +120,8 @@ struct Call {
     gate: bool,
     /// `y += product`, f32.
     accumulate: bool,
+    /// x is one row of bf16, or becomes one behind a norm, and is rounded to FP8 so.
+    rounding: Option<Fp8Inputs>,
     stream: usize,
     workspace: u64,
 }
@@ -270,6 +272,13 @@ impl Weight {
         self.set.fp8.as_ref().filter(|k| has_path && k.takes(&self.packed, m, set)).map(|k| (k, inputs))
     }
 
+    /// How one row is rounded to FP8 by the kernel that multiplies it.
+    fn row_rounding(&self, m: usize, set: FuseSet) -> Option<Fp8Inputs> {
+        let Activations::Fp8(inputs) = self.info.activations else { return None };
+        let is_row = m == 1 && self.x == DType::BF16;
+        (is_row && self.set.decode.rounds(&self.packed, set)).then_some(inputs)
+    }
+
     /// Whether fast kernels take such a call.
     fn takes(&self, m: usize, set: FuseSet) -> bool {
         self.rounded(m, set).is_some()
@@ -306,17 +315,22 @@ impl Weight {
                 return kernels
                     .forward(w, &fp8::Product { x, y, inputs, gate, accumulate, stream, workspace });
             }
-            let x = e.rows.rounded(Matrix::of(&x)?, &self.info.activations, self.x, scratch, stream)?;
-            let call = Call {
-                x,
+            let mut call = Call {
+                x: Matrix::of(&x)?,
                 y: Matrix::of(&y.as_view())?,
-                source: number(self.source()),
+                source: number(self.x),
                 norm,
                 gate: fusion.gate,
                 accumulate: fusion.accumulate,
+                rounding: self.row_rounding(m, fusion.set()),
                 stream,
-                workspace: scratch + rounded as u64,
+                workspace: scratch,
             };
+            if call.rounding.is_some() {
+                return set.decode.forward(w, &call);
+            }
+            call.x = e.rows.rounded(call.x, &self.info.activations, self.x, scratch, stream)?;
+            (call.source, call.workspace) = (number(self.source()), scratch + rounded as u64);
             if let Some(kernels) = self.rounded(m, fusion.set()) {
                 kernels.forward(w, &call)
             } else if let Some(kernels) = self.exact(m, fusion.set()) {
@@ -340,9 +354,9 @@ impl PreparedWeight for Weight {
         let exact = self.exact(m, FuseSet::NONE).map_or(0, |k| k.workspace(w, number(self.source()), m));
         let rounded = self.rounded(m, FuseSet::NONE).map_or(0, |k| k.workspace(w, m));
         let fast = set.decode.workspace(w, m).max(exact).max(rounded);
-        // Where FP8 tensor cores take many rows, only few become floats.
+        // Where FP8 tensor cores take more rows than one, only one becomes floats.
         let fp8 = self.fp8(m, FuseSet::NONE).map(|(k, _)| k.workspace(w, m));
-        let floats = if fp8.is_some() { m.min(q4_cuda::FEW_ROWS) } else { m };
+        let floats = if fp8.is_some() { 1 } else { m };
         let rounded = RowKernels::rounded_bytes(&self.info.activations, floats, self.info.k);
         fp8.unwrap_or(0).max(rounded + fast)
     }
@@ -351,6 +365,7 @@ impl PreparedWeight for Weight {
     }
     fn fuses(&self, m: usize, set: FuseSet) -> bool {
         set == FuseSet::NONE
+            || self.row_rounding(m, set).is_some()
             || (m > 0
                 // What is quantised is the normed row.
                 && !(self.quantises() && set.contains(FuseSet::NORM))

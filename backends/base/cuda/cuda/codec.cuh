@@ -10,6 +10,12 @@ DEVICE u32 e4m3_of(float x) { // x >= 0 and not NaN
     u32 bits = __float_as_uint(x), byte = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
     return byte < 0x7e ? byte : 0x7e;
 }
+// The value of that code, for x of at most 448.
+DEVICE float e4m3_nearest(float x) {
+    u32 bits = __float_as_uint(x);
+    float normal = __uint_as_float((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000u);
+    return x < 0.015625f ? __fadd_rn(__fadd_rn(x, 24576.0f), -24576.0f) : normal; // whole 2^-9
+}
 // Twice the value of an E2M1 code: 0 1 2 3 4 6 8 12.
 DEVICE int doubled_e2m1(u32 code) {
     int v = (int)(0xC8643210u >> 4 * (code & 7) & 15);

@@ -1,6 +1,6 @@
 //! Launchers of `cuda/gemv.cu` and `cuda/row.cu`: products of a few rows, with any fusion, as one kernel.
 use super::{Call, Coding, FILES, Levels, Packed, load};
-use q4_core::{Code, DType, Error, FuseSet, Result};
+use q4_core::{Code, DType, Error, Fp8Inputs, FuseSet, Result};
 use q4_cuda::{
     Align, Chip, FEW_ROWS, FewPlan, FewRows, Gpu, Kernel, Launch, Matrix, RowWidth, Source, Width, mirror,
     number,
@@ -26,7 +26,7 @@ mirror! {
         pub(super) w: u64, pub(super) x: u64, pub(super) y: u64, pub(super) norm: u64, pub(super) ldx: u64,
         pub(super) ldy: u64, pub(super) m: u32, pub(super) n: u32, pub(super) k: u32, pub(super) units: u32,
         pub(super) each: u32, pub(super) extra: u32, pub(super) gate_at: u32, pub(super) x_dtype: u32,
-        pub(super) y_dtype: u32, pub(super) accumulate: u32, pub(super) eps: f32, pub(super) unused: u32,
+        pub(super) y_dtype: u32, pub(super) accumulate: u32, pub(super) eps: f32, pub(super) fixed: f32,
     }
     struct Product { p: Gemv }
 }
@@ -46,6 +46,8 @@ pub struct Kernels {
     families: [Family; 3],
     /// Of `row.cu`, by [`RowWidth`].
     row: [Kernel<Product>; 2],
+    /// The same that round x to FP8 on the way; where the weight is FP8.
+    rounded: Option<[Kernel<Product>; 2]>,
     align: Kernel<Align>,
 }
 
@@ -61,19 +63,29 @@ fn few(levels: Levels, w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRow
     FewRows { on, few_split: true, groups, units, unit, k, gate, parts, beside, per_group: 0 }
 }
 
-/// A launch of `row.cu` with `w`, which takes one row of bf16 if it can be staged at once.
+/// A launch of `row.cu` with `w`, which takes one row of bf16 if it can be staged at once. `rounded`: what FP8
+/// keeps of it, with a scale for each unit.
 pub(super) fn row(
     levels: Levels,
     w: &Packed,
-    norm: bool,
-    gate: bool,
+    (norm, gate, rounded): (bool, bool, bool),
     on: Chip,
 ) -> Option<(RowWidth, FewPlan)> {
-    let of = FewRows { beside: [entries(levels); 2], ..few(levels, w, 1, gate, on) };
+    let scales = if rounded { 4 * w.units as usize } else { 0 };
+    let of = FewRows { beside: [entries(levels) + scales; 2], ..few(levels, w, 1, gate, on) };
     let (width, mut plan) = of.row(norm, DType::BF16, true)?;
     // Codings differ in registers, which therefore do not keep two blocks apart.
     plan.how.shared = plan.how.shared.max(on.alone() as u32);
     Some((width, plan))
+}
+
+/// How `row.cu` is told of scales of x: the one of all, 0 for that of the row, -1 for those of 128.
+pub(super) fn fixed(inputs: Fp8Inputs) -> f32 {
+    match inputs {
+        Fp8Inputs::Static(scale) => scale.effective(1.0),
+        Fp8Inputs::PerRow => 0.0,
+        Fp8Inputs::PerBlock => -1.0,
+    }
 }
 
 impl Kernels {
@@ -86,6 +98,10 @@ impl Kernels {
         });
         let (all, rows) = (all?, rows??);
         let row = |name| rows.get_with(name, gpu.shared);
+        let rounded = match coding.levels {
+            Levels::E4m3 => Some([row("levels_row_rounded")?, row("levels_row_rounded_narrow")?]),
+            _ => None,
+        };
         let family = |x: &str, parts| {
             Ok::<_, Error>(Family { widths: all.widths(true, |width| gemv(width, x))?, parts })
         };
@@ -94,6 +110,7 @@ impl Kernels {
             levels: coding.levels,
             families: [family("f32", 3)?, family("f16", 2)?, family("bf16", 1)?],
             row: [row("levels_row")?, row("levels_row_narrow")?],
+            rounded,
             align: all.get("levels_gemv_align")?,
         })
     }
@@ -110,6 +127,13 @@ impl Kernels {
             && (set == FuseSet::NONE || m <= FEW_ROWS)
             && !(gate && w.n % 32 != 0)
             && self.few(w, dtype, gate).rows(m.min(FEW_ROWS)).is_some()
+    }
+
+    /// Whether one of them takes one row of bf16 and rounds it to FP8, behind the norm if there is one.
+    pub fn rounds(&self, w: &Packed, set: FuseSet) -> bool {
+        let (norm, gate) = (set.contains(FuseSet::NORM), set.contains(FuseSet::GATE));
+        let has_launch = row(self.levels, w, (norm, gate, true), (&*self.gpu).into()).is_some();
+        self.rounded.is_some() && w.units > 0 && !(gate && w.n % 32 != 0) && has_launch
     }
 
     /// Room for aligned copies of the norm's weight and of one launch's x.
@@ -139,9 +163,11 @@ impl Kernels {
             let (mut xs, ys) = (call.x.rows_from(first, rows), call.y.rows_from(first, rows));
             let none = || Error::new(Code::Internal, format!("no launch for {rows} rows"));
             let is_row = rows == 1 && call.source == number(DType::BF16);
-            let of_row = || row(self.levels, w, norm != 0, call.gate, (&*self.gpu).into());
-            let (kernel, plan) = match is_row.then(of_row).flatten() {
-                Some((width, plan)) => (&self.row[width as usize], plan),
+            let how = (norm != 0, call.gate, call.rounding.is_some());
+            let of_row = || row(self.levels, w, how, (&*self.gpu).into());
+            let by_width = if call.rounding.is_some() { self.rounded.as_ref() } else { Some(&self.row) };
+            let (kernel, plan) = match is_row.then(of_row).flatten().zip(by_width) {
+                Some(((width, plan), kernels)) => (&kernels[width as usize], plan),
                 None => {
                     let (width, plan) = of.plan(rows.next_power_of_two()).ok_or_else(none)?;
                     let kernel = self.families[call.source as usize - 1].widths[width as usize].as_ref();
@@ -173,7 +199,7 @@ impl Kernels {
                 y_dtype: ys.dtype,
                 accumulate: call.accumulate.into(),
                 eps: call.norm.1,
-                unused: 0,
+                fixed: call.rounding.map_or(0.0, fixed),
             };
             let how = Launch { stream: call.stream, overlap: !copied, ..plan.how };
             // SAFETY: by contract.
@@ -196,6 +222,8 @@ mod tests {
         }
         ROW.takes::<Product>("levels_row")?;
         ROW.takes::<Product>("levels_row_narrow")?;
+        ROW.takes::<Product>("levels_row_rounded")?;
+        ROW.takes::<Product>("levels_row_rounded_narrow")?;
         SOURCE.takes::<Align>("levels_gemv_align")
     }
 
@@ -226,7 +254,8 @@ mod tests {
         for (levels, norm, gate) in levels.into_iter().flat_map(|l| [(l, false, true), (l, true, false)]) {
             for (n, k) in [(32, 64), (96, 320), (2560, 4096), (19_456, 2560), (151_936, 8192), (64, 16_384)] {
                 let (w, both) = (w(n, k), if gate { 2 } else { 1 });
-                let Some((width, plan)) = row(levels, &w, norm, gate, on) else {
+                let rounded = levels == Levels::E4m3;
+                let Some((width, plan)) = row(levels, &w, (norm, gate, rounded), on) else {
                     assert!(norm && k > 8192, "{levels:?} {n} {k}");
                     continue;
                 };
@@ -238,16 +267,17 @@ mod tests {
                 assert_eq!((plan.how.grid, gate_at > 0), ([plan.teams as u32, 1, 1], gate));
                 let groups = (each + usize::from(extra > 0)) * both;
                 let [x, norms] = [w.units as usize * 256 + 16, threads / 32 * 4];
+                let scales = if rounded { w.units as usize * 4 } else { 0 };
                 let sums = (groups + threads / 32) * 16 * 4;
-                assert!(entries(levels) + x + norms + sums <= shared, "{levels:?} {n} {k}");
+                assert!(entries(levels) + x + norms + scales + sums <= shared, "{levels:?} {n} {k}");
                 let is_narrow = groups * (w.units as usize) < 192;
                 assert_eq!((width == RowWidth::Narrow, threads), (is_narrow, width.threads()));
             }
         }
         // What does not fit, gemv.cu takes.
         let small = Chip { processors: 58, shared: 99 << 10, clusters: false };
-        assert!(row(Levels::Nf4, &w(1_000_000, 16_384), false, false, small).is_none());
-        assert!(row(Levels::Int4, &w(4096, 16_384), false, false, small).is_some());
+        assert!(row(Levels::Nf4, &w(1_000_000, 16_384), (false, false, false), small).is_none());
+        assert!(row(Levels::Int4, &w(4096, 16_384), (false, false, false), small).is_some());
     }
 
     /// Every launch of many shapes on many devices, as a hash for each: what they were when NVFP4 and NF4 had

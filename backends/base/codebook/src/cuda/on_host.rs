@@ -1,14 +1,14 @@
 //! `row.cu` without a device: a compiler for CPUs takes its text too, instructions of PTX replaced by functions
 //! of `host.h` with the same operands. So it runs as it is, with the launches it gets, and is held against the
 //! oracle's bound.
-use super::decode::{Gemv, ROW, row};
+use super::decode::{Gemv, ROW, fixed, row};
 use super::pairs::{Kind, code_at};
 use super::{CODINGS, Coding, Levels, Packed, Scales};
 use half::{bf16, f16};
 use libloading::Library;
 use q4_core::formats::sample::Draw;
-use q4_core::formats::{e2m1, e4m3, nf4};
-use q4_core::{DType, ExecPath, oracle};
+use q4_core::formats::{e2m1, e4m3, fp8, nf4};
+use q4_core::{DType, ExecPath, Fp8Inputs, GlobalScale, oracle};
 use q4_cuda::{Chip, FewPlan, RowWidth, number};
 use std::process::Command;
 
@@ -83,12 +83,21 @@ fn for_cpus(text: &str) -> String {
 fn built(coding: Coding) -> Option<Library> {
     let dir = tempfile::tempdir().expect("a folder");
     let (text, image) = (dir.path().join("row.cpp"), dir.path().join("row.so"));
-    let entry = "static Gemv given;
-    extern \"C\" void run(unsigned blocks, unsigned count, unsigned bytes, u64 all, const Gemv *p) {
-        asked = bytes, weight = p->w, lent = all, given = *p;
-        launch(blocks, count, count == 512 ? +[] { levels_row(given); } : +[] { levels_row_narrow(given); });
-    }";
-    let all = format!("{}\n{}\n{entry}\n", include_str!("../../cuda/host.h"), for_cpus(&ROW.whole()));
+    let entry = |run: &str, kernel: &str| {
+        format!(
+            "extern \"C\" void {run}(unsigned blocks, unsigned count, unsigned bytes, u64 all, const Gemv *p) {{
+                static Gemv given;
+                asked = bytes, weight = p->w, lent = all, given = *p;
+                launch(blocks, count,
+                       count == 512 ? +[] {{ {kernel}(given); }} : +[] {{ {kernel}_narrow(given); }});
+            }}\n"
+        )
+    };
+    let mut entries = entry("run", "levels_row");
+    if coding.levels == Levels::E4m3 {
+        entries += &entry("run_rounded", "levels_row_rounded");
+    }
+    let all = format!("{}\n{}\n{entries}\n", include_str!("../../cuda/host.h"), for_cpus(&ROW.whole()));
     std::fs::write(&text, all).expect("written");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
     let mut command = Command::new(&compiler);
@@ -212,19 +221,28 @@ const CASES: [Case; 12] = {
 };
 
 impl Case {
-    /// Runs the kernel, compares, and gives the width that the launch has.
-    fn check(self, coding: Coding, run: Run) -> RowWidth {
+    /// Runs the kernel, compares, and gives the width that the launch has. `rounding`: of x to FP8.
+    fn check(self, coding: Coding, rounding: Option<Fp8Inputs>, run: Run) -> RowWidth {
         let Self { n, k, processors, gate, norm, y: dtype } = self;
         let draw = Draw { seed: (n * k) as u64, tame: true };
         let w = Weight::new(coding, n, k, &draw);
         // Behind a norm of ones x is the norm's weight, rounded.
-        let float = |i: usize| ((draw.word(i) >> 30) % 4001) as f32 / 2000.0 - 1.0;
+        let float = |i: usize| {
+            let v = ((draw.word(i) >> 30) % 4001) as f32 / 2000.0 - 1.0;
+            // With a scale for 128 that is not the row's, and zeros alone.
+            if rounding.is_some() { v * [1.0, 1e-3, 0.0, 16.0][i / 128 % 4] } else { v }
+        };
         let weights: Vec<f32> = (0..k).map(float).collect();
         let rounded: Vec<u16> = weights.iter().map(|v| bf16::from_f32(*v).to_bits()).collect();
-        let x: Vec<f64> = rounded.iter().map(|v| bf16::from_bits(*v).to_f64()).collect();
+        let mut x: Vec<f32> = rounded.iter().map(|v| bf16::from_bits(*v).to_f32()).collect();
+        if let Some(inputs) = rounding {
+            fp8::inputs::round_row(&mut x, inputs).expect("finite values");
+        }
+        let x: Vec<f64> = x.into_iter().map(f64::from).collect();
         let ones = vec![1.0f32; k];
         let on = Chip { processors, shared: 227 << 10, clusters: true };
-        let (width, plan) = row(coding.levels, &w.packed, norm, gate, on).expect("a launch");
+        let (width, plan) =
+            row(coding.levels, &w.packed, (norm, gate, rounding.is_some()), on).expect("a launch");
         let FewPlan { how, .. } = plan;
         let [each, extra, gate_at] = plan.deal(gate);
         let (columns, accumulate) = (if gate { n / 2 } else { n }, dtype == DType::F32 && !gate);
@@ -252,7 +270,7 @@ impl Case {
             y_dtype: number(dtype),
             accumulate: accumulate.into(),
             eps: 0.0,
-            unused: 0,
+            fixed: rounding.map_or(0.0, fixed),
         };
         // SAFETY: what p addresses lives, and has the sizes its numbers say.
         unsafe { run(how.grid[0], how.block[0], how.shared, 4 * w.units.len() as u64, &p) };
@@ -293,9 +311,17 @@ fn a_row_is_within_its_bound() {
             scope.spawn(move || {
                 let Some(library) = built(coding) else { return };
                 // SAFETY: `built` declares it so.
-                let run = *unsafe { library.get::<Run>(b"run") }.expect("an entry");
-                let widths = CASES.map(|case| case.check(coding, run));
+                let run = |name: &str| *unsafe { library.get::<Run>(name.as_bytes()) }.expect("an entry");
+                let widths = CASES.map(|case| case.check(coding, None, run("run")));
                 assert!(widths.contains(&RowWidth::Narrow) && widths.contains(&RowWidth::Full));
+                if coding.levels == Levels::E4m3 {
+                    let stored = GlobalScale::multiply(1.0 / 300.0).expect("a scale");
+                    for inputs in [Fp8Inputs::PerRow, Fp8Inputs::PerBlock, Fp8Inputs::Static(stored)] {
+                        for case in CASES {
+                            case.check(coding, Some(inputs), run("run_rounded"));
+                        }
+                    }
+                }
             });
         }
     });

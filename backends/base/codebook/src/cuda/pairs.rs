@@ -286,8 +286,8 @@ fn sums_meet_their_scales() {
     has(&[
         "return HALVES ? n / 4 * 2 + n % 2 : n % 2 ? ~0u : n / 4;",
         "part, HALVES ? 2 * s + h : s);",
-        "t % 2 ? d[0][2 + h] + d[1][2 + h] : d[0][h] + d[1][h], scale_in(u.scale, h), sum);",
-        "t % 2 ? d[1][0] + d[1][2] : d[0][0] + d[0][2], __uint_as_float(u.scale), sum);",
+        "t % 2 ? d[0][2 + h] + d[1][2 + h] : d[0][h] + d[1][h], scale_in(u.scale, h) * by, sum);",
+        "t % 2 ? d[1][0] + d[1][2] : d[0][0] + d[0][2], __uint_as_float(u.scale) * by, sum);",
         "scale = codes + SCALES_AT + lane * 4;",
         "zero[i] = __shfl_sync(~0u, mine, i, 4);",
         "take_apart(*upper, zero[2 * s], a0), take_apart(*lower, zero[2 * s + 1], a1);",
