@@ -1,8 +1,5 @@
 // Rows of activations quantised on the device, bit for bit as core/src/formats does.
-#include "codec.cuh"
-#include "rows.cuh"
-
-enum { TORCHAO = 1, MODELOPT = 2, COMPRESSED_TENSORS = 3, TRANSFORMER_ENGINE = 4, RUNTIME = 5 };
+#include "quantise.cuh"
 
 // The largest magnitude of x as bits of a float; NaN is larger than everything. `out` starts at 0.
 extern "C" __global__ void q4_amax(Matrix x, u32 *out) {
@@ -32,29 +29,14 @@ extern "C" __global__ void q4_global(u32 *amax, u32 rule, u32 source) {
     *amax = is_finite(a) ? __float_as_uint(g) : 0x7fc00000u;
 }
 
-// Rows to int8: per 16, step = amax / 127. A thread per block.
+// Rows to int8, a thread for 16 elements.
 extern "C" __global__ void q4_int8(Matrix x, i8 *q, float *steps) {
     u32 block = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y, groups = x.cols / 16;
     if (block >= groups) return;
-    float v[16], amax = 0;
-    bool fits = true;
-    for (u32 i = 0; i < 16; i++) {
-        v[i] = load(x, row * x.ld + block * 16 + i);
-        fits &= is_finite(v[i]);
-        amax = fmaxf(amax, fabsf(v[i]));
-    }
-    float inverse = __fdiv_rn(127.0f, amax);
-    bool empty = !is_finite(inverse);
-    for (u32 i = 0; i < 16; i++)
-        q[(u64)row * x.cols + block * 16 + i] = fits && !empty ? (i8)__float2int_rn(__fmul_rn(v[i], inverse)) : (i8)0;
-    steps[(u64)row * groups + block] = !fits ? __uint_as_float(0x7fc00000u) : empty ? 0.0f : __fdiv_rn(amax, 127.0f);
-}
-
-__device__ __forceinline__ u32 e2m1_even(float y) { return e2m1_magnitude(fabsf(y)) | (__float_as_uint(y) >> 28 & 8); }
-__device__ __forceinline__ u32 e2m1_away(float y) {
-    float a = fabsf(y);
-    u32 m = (a >= 0.25f) + (a >= 0.75f) + (a >= 1.25f) + (a >= 1.75f) + (a >= 2.5f) + (a >= 3.5f) + (a >= 5.0f);
-    return m | (y < 0 ? 8u : 0u);
+    int own[16];
+    float step = to_int8(Sixteen::of(x, row * x.ld + block * 16), own);
+    for (u32 i = 0; i < 16; i++) q[(u64)row * x.cols + block * 16 + i] = (i8)own[i];
+    steps[(u64)row * groups + block] = step;
 }
 
 // Rows to NVFP4 by one of the rules. Writes what a product needs (`q` doubled values, `steps` block scales)
@@ -63,57 +45,15 @@ extern "C" __global__ void q4_nvfp4(Matrix x, u32 rule, u32 source, const float 
                                     u8 *bytes, u32 *bad) {
     u32 block = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y, groups = x.cols / 16;
     if (block >= groups) return;
-    float v[16], amax = 0;
-    bool fits = true;
-    for (u32 i = 0; i < 16; i++) {
-        v[i] = load(x, row * x.ld + block * 16 + i);
-        fits &= is_finite(v[i]);
-        amax = fmaxf(amax, fabsf(v[i]));
-    }
-    float g = global ? *global : 1.0f;
-    fits &= is_finite(g);
-    u8 byte;
-    if (rule == TORCHAO) {
-        byte = e4m3_of(fminf(fmaxf(__fdiv_rn(__fdiv_rn(amax, 6.0f), g), 0.015625f), 448.0f));
-    } else if (rule == MODELOPT) {
-        float t = __fdiv_rn(amax, __fmul_rn(6.0f, g));
-        if (amax == 0 || t == 0) t = 1.0f;
-        byte = e4m3_of(fminf(fmaxf(t, 0.001953125f), 448.0f));
-    } else if (rule == COMPRESSED_TENSORS) {
-        byte = e4m3_of(__fmul_rn(g, rounded_to(source, __fdiv_rn(amax, 6.0f))));
-        if (byte == 0) byte = 0x20;
-    } else if (rule == TRANSFORMER_ENGINE) {
-        byte = e4m3_of(__fmul_rn(amax, __fmul_rn(g, 1.0f / 6.0f)));
-    } else {
-        byte = e4m3_of(fminf(fmaxf(__fdiv_rn(__fdiv_rn(amax, 6.0f), g), 1.52587890625e-05f), 448.0f));
-    }
-    float s = e4m3_value(byte), step = 1;
-    bool divides = false;
-    if (rule == TORCHAO) {
-        step = global ? __fdiv_rn(__fdiv_rn(1.0f, g), s) : __fdiv_rn(1.0f, s);
-    } else if (rule == MODELOPT || rule == COMPRESSED_TENSORS) {
-        divides = true;
-        step = !global ? s : rule == MODELOPT ? __fmul_rn(s, g) : __fdiv_rn(s, g);
-    } else if (rule == TRANSFORMER_ENGINE) {
-        step = fminf(__fdiv_rn(1.0f, __fmul_rn(s, __fdiv_rn(1.0f, g))), 3.402823466e38f);
-    } else {
-        divides = true;
-        step = __fmul_rn(__fadd_rn(s, 1e-12f), g);
-    }
-    u32 packed[2] = {0, 0};
-    for (u32 i = 0; i < 16; i++) {
-        float y = divides ? __fdiv_rn(v[i], step) : __fmul_rn(v[i], step);
-        u32 code = rule == RUNTIME ? e2m1_away(y) : e2m1_even(y);
-        if (!fits) code = 0;
-        packed[i / 8] |= code << 4 * (i & 7);
-        if (q) q[(u64)row * x.cols + block * 16 + i] = (i8)doubled_e2m1(code);
-    }
-    if (!fits && bad) atomicMin(bad, row);
+    Nvfp4 own = Nvfp4::of(Sixteen::of(x, row * x.ld + block * 16), rule, source, global);
+    if (q)
+        for (u32 i = 0; i < 16; i++) q[(u64)row * x.cols + block * 16 + i] = (i8)own.doubled(i);
+    if (!own.fits && bad) atomicMin(bad, row);
     u64 at = (u64)row * groups + block;
-    if (steps) steps[at] = fits ? s : __uint_as_float(0x7fc00000u);
-    if (bytes) bytes[at] = byte;
+    if (steps) steps[at] = own.scale;
+    if (bytes) bytes[at] = own.byte;
     if (codes)
-        for (u32 i = 0; i < 8; i++) codes[at * 8 + i] = (u8)(packed[i / 4] >> 8 * (i & 3));
+        for (u32 i = 0; i < 8; i++) codes[at * 8 + i] = (u8)(own.codes[i / 4] >> 8 * (i & 3));
 }
 
 // Rows to what FP8 keeps of them, in f32: a block of 128 threads for each `reach` columns, under one scale,

@@ -34,6 +34,7 @@ const SHARED: &[File] = files!(
     "deal.cuh",
     "rows.cuh",
     "rows.cu",
+    "quantise.cuh",
     "few.cuh",
     "row.cuh",
     "hopper.cuh",

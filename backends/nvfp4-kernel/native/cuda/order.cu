@@ -2,16 +2,22 @@
 //
 // order_T_U(x T[rows, k], ld, k, out U[rows, parts * padded], padded, weight f32[k] or null, eps);
 // order_f32_parts: three bf16
-// order_codes, order_codes_parts (q i8[rows, k], steps f32[rows, k / 16], k, out, padded, factor):
-//   q * (step * factor), rounded to bf16 (exact for 4-bit codes) or as three bf16
 //   grid rows, block 256. Optional norm: x/rms(x)*weight rounded to U. padded: a multiple of 8; zeros from k on.
-#include "convert.cuh"
+// order_nvfp4(x[rows, k], rule, source, global f32 or null, out, padded): code * scale, exact in bf16
+// order_int8, order_int8_parts(x[rows, k], out, padded): q * step as two bf16, or as three
+//   grid rows by groups of 16 over QUANTISERS, block QUANTISERS; padded: a multiple of 16
 #include "launch.cuh"
+#include "quantise.cuh"
 
-// PARTS 1: rounded to U (exact where it was one). PARTS 3: f32 cut into three bf16 that add up to it exactly.
+enum { QUANTISERS = 64 };
+
+// PARTS 1: rounded to U (exact where it was one). PARTS 2: two bf16 that add up to f32 within 2^-18 of it.
+// PARTS 3: f32 cut into three bf16 that add up to it exactly.
 template <class U, int PARTS> DEVICE void cut_pair(float low, float high, u32 (&cut)[PARTS]) {
-    if constexpr (PARTS == 1) {
+    if constexpr (PARTS < 3) {
         cut[0] = As<U>::pair(low, high);
+        if constexpr (PARTS == 2)
+            cut[1] = As<U>::pair(low - from_bf16(cut[0] & 0xffff), high - from_bf16(cut[0] >> 16));
     } else {
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
@@ -79,17 +85,24 @@ DEVICE void order(
     }
 }
 
-template <int PARTS>
-DEVICE void order_quantised(const i8 *q, const float *steps, int k, u8 *out, int padded, float factor) {
+// The product of each of sixteen whole numbers and a scale, from `at` of a row on; of four bits both are exact.
+template <int PARTS> DEVICE void put16(const int (&q)[16], float scale, u8 *row, int at, int padded) {
+#pragma unroll
+    for (int j = 0; j < 16; j += 8) {
+        float f[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) f[i] = (float)q[j + i] * scale;
+        put8<bf16, PARTS>(f, row, at + j, padded);
+    }
+}
+
+template <int PARTS> DEVICE void order_int8_of(const Matrix &x, u8 *out, int padded) {
     let_next_start();
     wait_for_previous();
-    u64 token = blockIdx.x;
-    for (int at = threadIdx.x * 8; at < padded; at += 256 * 8) {
-        float f[8], step = at < k ? steps[token * (k / 16) + at / 16] * factor : 0.f;
-#pragma unroll
-        for (int i = 0; i < 8; i++) f[i] = at < k ? (float)q[token * k + at + i] * step : 0.f;
-        put8<bf16, PARTS>(f, out + token * padded * PARTS * 2, at, padded);
-    }
+    int at = (blockIdx.y * QUANTISERS + threadIdx.x) * 16, q[16] = {};
+    if (at >= padded) return;
+    float step = at < x.cols ? to_int8(Sixteen::of(x, blockIdx.x * x.ld + at), q) : 0.f;
+    put16<PARTS>(q, step, out + (u64)blockIdx.x * padded * PARTS * 2, at, padded);
 }
 
 #define ORDER(NAME, T, U, PARTS) \
@@ -103,10 +116,24 @@ ORDER(order_f32_bf16, float, bf16, 1)
 ORDER(order_f32_f16, float, f16, 1)
 ORDER(order_f32_parts, float, bf16, 3)
 
-#define ORDER_CODES(NAME, PARTS) \
-    extern "C" __global__ void __launch_bounds__(256) NAME( \
-        const i8 *q, const float *steps, int k, u8 *out, int padded, float factor) { \
-        order_quantised<PARTS>(q, steps, k, out, padded, factor); \
+extern "C" __global__ void __launch_bounds__(QUANTISERS)
+    order_nvfp4(Matrix x, u32 rule, u32 source, const float *global, u8 *out, int padded) {
+    let_next_start();
+    wait_for_previous();
+    int at = (blockIdx.y * QUANTISERS + threadIdx.x) * 16, q[16] = {};
+    if (at >= padded) return;
+    float scale = 0.f;
+    if (at < x.cols) {
+        Nvfp4 own = Nvfp4::of(Sixteen::of(x, blockIdx.x * x.ld + at), rule, source, global);
+#pragma unroll
+        for (int i = 0; i < 16; i++) q[i] = own.doubled(i);
+        scale = own.scale * 0.5f;
     }
-ORDER_CODES(order_codes, 1)
-ORDER_CODES(order_codes_parts, 3)
+    put16<1>(q, scale, out + (u64)blockIdx.x * padded * 2, at, padded);
+}
+extern "C" __global__ void __launch_bounds__(QUANTISERS) order_int8(Matrix x, u8 *out, int padded) {
+    order_int8_of<2>(x, out, padded);
+}
+extern "C" __global__ void __launch_bounds__(QUANTISERS) order_int8_parts(Matrix x, u8 *out, int padded) {
+    order_int8_of<3>(x, out, padded);
+}

@@ -5,7 +5,9 @@ use super::tiles::{self, Deal, LEAST_ROWS, SHAPES};
 use super::{FILES, Weight};
 use crate::call::Mat;
 use q4_core::{Activations, DType, FuseSet, Result};
-use q4_cuda::{Gpu, Kernel, Launch, RowKernels, Source, TensorMap, mirror, number, output};
+use q4_cuda::{
+    Gpu, Kernel, Launch, Matrix, RowKernels, Source, TensorMap, convention, mirror, number, output, rule,
+};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, OnceLock};
 
@@ -19,7 +21,8 @@ mirror! {
         flags: u64, key: u64, out: i32, aligned: i32, global: u64, convention: i32,
     }
     struct Order { x: u64, ld: u64, k: i32, out: u64, padded: i32, weight: u64, eps: f32 }
-    struct OrderCodes { q: u64, steps: u64, k: i32, out: u64, padded: i32, factor: f32 }
+    struct OrderNvfp4 { x: Matrix, rule: u32, source: u32, global: u64, out: u64, padded: i32 }
+    struct OrderInt8 { x: Matrix, out: u64, padded: i32 }
 }
 
 /// The two functions of gemm.cu.
@@ -35,7 +38,9 @@ pub struct Kernels {
     /// By shape, then bf16 and f16.
     pairs: [[OnceLock<Pair>; 2]; SHAPES.len()],
     order: [Kernel<Order>; 5],
-    order_codes: [Kernel<OrderCodes>; 2],
+    order_nvfp4: Kernel<OrderNvfp4>,
+    /// As two parts, and as three.
+    order_int8: [Kernel<OrderInt8>; 2],
     /// What a flag of gemm.cu is when it is set: 64 random bits, which no workspace has before.
     key: u64,
 }
@@ -45,11 +50,14 @@ struct Room {
     ordered: usize,
     partial: usize,
     flags: usize,
-    q: usize,
-    steps: usize,
     global: usize,
     all: usize,
 }
+
+/// Threads of a block that quantises x, each sixteen elements; `QUANTISERS` of order.cu.
+const QUANTISERS: usize = 64;
+/// From this k on the bound has room for int8 inputs as two bf16, 2^-18 off, beside what additions take.
+const LEAST_OF_TWO: usize = 2048;
 
 impl Kernels {
     /// Compiles or finds them; `None` where the device has no wgmma.
@@ -60,10 +68,12 @@ impl Kernels {
         let all = q4_cuda::Kernels::load(gpu, &ORDER, &[])?;
         let get = |name: &str| all.get(&format!("order_{name}"));
         let order = [get("bf16")?, get("f16")?, get("f32_bf16")?, get("f32_f16")?, get("f32_parts")?];
-        let order_codes = [all.get("order_codes")?, all.get("order_codes_parts")?];
+        let order_nvfp4 = all.get("order_nvfp4")?;
+        let order_int8 = [all.get("order_int8")?, all.get("order_int8_parts")?];
         let quantise = RowKernels::load(gpu)?;
         let key = RandomState::new().build_hasher().finish();
-        Ok(Some(Self { gpu: gpu.clone(), quantise, pairs: Default::default(), order, order_codes, key }))
+        let gpu = gpu.clone();
+        Ok(Some(Self { gpu, quantise, pairs: Default::default(), order, order_nvfp4, order_int8, key }))
     }
 
     fn pair(&self, shape: usize, half: bool) -> Result<&Pair> {
@@ -87,11 +97,8 @@ impl Kernels {
         let blocks = self.gpu.processors as usize;
         let (sums, warpgroups) = tiles::largest(m);
         let flags = next(partial, blocks * sums * 4);
-        let q = next(flags, blocks * warpgroups * 64);
-        let quantised = if w.activations == Activations::Native { 0 } else { m * w.k };
-        let steps = next(q, quantised);
-        let global = next(steps, quantised / 4);
-        Room { ordered, partial, flags, q, steps, global, all: next(global, 4) }
+        let global = next(flags, blocks * warpgroups * 64);
+        Room { ordered, partial, flags, global, all: next(global, 4) }
     }
 
     /// x as the copy engine can read it: as it is, or written to the workspace.
@@ -99,8 +106,6 @@ impl Kernels {
         let how = Launch::overlapping([c.x.rows, 1, 1], 256, 0, c.stream);
         let (m, k, padded) = (c.x.rows, w.k as i32, (w.slabs * 64) as i32);
         let out = c.workspace + room.ordered as u64;
-        let (q, steps, global) =
-            (c.workspace + room.q as u64, c.workspace + room.steps as u64, c.workspace + room.global as u64);
         let element = if is_half(w) { DType::F16 } else { DType::BF16 };
         let columns = padded as usize * parts(w);
         let written =
@@ -125,14 +130,20 @@ impl Kernels {
                 self.order[kernel].launch(how, Order { x, ld, k, out, padded, weight, eps })?;
                 return Ok(written(0, 0));
             }
-            let (x, to) = (matrix(&c.x), [global, q, steps]);
-            let (at, convention) = self.quantise.quantised(x, &w.activations, w.x, to, c.stream)?;
-            let (kernel, factor) = match w.activations {
-                Activations::Nvfp4(_) => (&self.order_codes[0], 0.5),
-                _ => (&self.order_codes[1], 1.0),
+            let x = matrix(&c.x);
+            let blocks = (padded as usize / 16).div_ceil(QUANTISERS);
+            let how = Launch::overlapping([c.x.rows, blocks, 1], QUANTISERS as u32, 0, c.stream);
+            let Activations::Nvfp4(act) = w.activations else {
+                self.order_int8[usize::from(parts(w) > 2)].launch(how, OrderInt8 { x, out, padded })?;
+                return Ok(written(0, 0));
             };
-            kernel.launch(how, OrderCodes { q, steps, k, out, padded, factor })?;
-            Ok(written(at, if at == 0 { 0 } else { convention as i32 }))
+            let at = c.workspace + room.global as u64;
+            let global = self.quantise.scale(x, &act, w.x, at, c.stream)?;
+            let (rule, source) = (rule(act.rule), number(w.x));
+            // A scale may have been written by what is no kernel.
+            let how = Launch { overlap: global == 0, ..how };
+            self.order_nvfp4.launch(how, OrderNvfp4 { x, rule, source, global, out, padded })?;
+            Ok(written(global, if global == 0 { 0 } else { convention(act.rule) as i32 }))
         }
     }
 }
@@ -155,6 +166,7 @@ fn is_half(w: &Weight) -> bool {
 /// Summands of x in bf16: f32 needs three to be exact, and so do integers with f32 scales.
 fn parts(w: &Weight) -> usize {
     match (w.activations, w.x) {
+        (Activations::Int8, _) if w.k >= LEAST_OF_TWO => 2,
         (Activations::Native, DType::F32) | (Activations::Int8, _) => 3,
         _ => 1,
     }
@@ -240,8 +252,9 @@ fn kernels_take_what_they_are_given() -> Result<()> {
     for name in ["order_bf16", "order_f16", "order_f32_bf16", "order_f32_f16", "order_f32_parts"] {
         ORDER.takes::<Order>(name)?;
     }
-    ORDER.takes::<OrderCodes>("order_codes")?;
-    ORDER.takes::<OrderCodes>("order_codes_parts")
+    ORDER.takes::<OrderNvfp4>("order_nvfp4")?;
+    ORDER.takes::<OrderInt8>("order_int8")?;
+    ORDER.takes::<OrderInt8>("order_int8_parts")
 }
 
 #[test]
