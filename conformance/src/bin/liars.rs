@@ -1,8 +1,11 @@
 //! Shows that every mutant is caught at its level and that no correct backend is accused.
 //!
-//! `liars [--json] [--seeds N] [--sample N] [--only NAME]`. The exit status is 5 when a mutant slipped past
-//! or a correct backend was accused. Each is asked in a child process of this executable, and those that end,
-//! block or exhaust their process in more of them.
+//! `liars [--json] [--seeds N] [--sample N] [--only NAME] [--record FILE]`. The exit status is 5 when a mutant
+//! slipped past or a correct backend was accused. Each is asked in a child process of this executable, and those
+//! that end, block or exhaust their process in more of them.
+//!
+//! A mutant meets the case first that told it when `caught.txt` was written, and the whole of its level where
+//! there is none or that one does not tell it any more. `--record` writes that file anew.
 use q4_conformance::liars::{Mutant, device_of, honest, honest_on_card, mutants};
 use q4_conformance::{
     Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Proof, Runner, cases,
@@ -12,6 +15,7 @@ use q4_core::{BUILTINS, BuiltinOptions, Code, Error, HostEnv, Registry, Result, 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
@@ -48,24 +52,29 @@ struct Line {
     seeds: u64,
     sample: usize,
     only: Option<String>,
+    record: Option<PathBuf>,
     task: Option<Task>,
 }
 
+/// Mutants and the case that told each, by a space, in order.
+const CAUGHT: &str = include_str!("../liars/caught.txt");
+
 /// What a child process of this executable does. Nothing that one mutant does to its process reaches another.
 enum Task {
-    /// Says whether this mutant is caught.
-    Catch(String),
+    /// Says whether this mutant is caught, by one case or by its level.
+    Catch(String, Option<String>),
     /// Says which cases of these seeds a correct backend fails.
     Accuse(String, std::ops::Range<u64>),
-    /// Runs these cases of a mutant that may end its process.
-    Serve(String, std::ops::Range<usize>),
+    /// Runs these cases, or the one there is, of a mutant that may end its process.
+    Serve(String, std::ops::Range<usize>, Option<String>),
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
-    let mut line = Line { json: false, seeds: 200, sample: 2, only: None, task: None };
+    let mut line = Line { json: false, seeds: 200, sample: 2, only: None, record: None, task: None };
+    let mut case = None;
     let bad = |what: &str| {
         Error::new(Code::Usage, format!("liars: {what}"))
-            .need("[--json] [--seeds N] [--sample N] [--only NAME]")
+            .need("[--json] [--seeds N] [--sample N] [--only NAME] [--record FILE]")
     };
     while let Some(word) = words.next() {
         let mut value = || words.next().ok_or_else(|| bad(&format!("{word} needs a value")));
@@ -75,14 +84,19 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
             "--seeds" => line.seeds = number(value()?)? as u64,
             "--sample" => line.sample = number(value()?)?,
             "--only" => line.only = Some(value()?),
-            "--catch" => line.task = Some(Task::Catch(value()?)),
+            "--record" => line.record = Some(value()?.into()),
+            "--case" => case = Some(value()?),
+            "--catch" => line.task = Some(Task::Catch(value()?, None)),
             "--accuse" => {
                 let (name, from, to) = (value()?, number(value()?)?, number(value()?)?);
                 line.task = Some(Task::Accuse(name, from as u64..to as u64));
             }
-            "--serve" => line.task = Some(Task::Serve(value()?, number(value()?)?..number(value()?)?)),
+            "--serve" => line.task = Some(Task::Serve(value()?, number(value()?)?..number(value()?)?, None)),
             other => return Err(bad(&format!("`{other}` is unknown"))),
         }
+    }
+    if let Some(Task::Catch(_, of) | Task::Serve(_, _, of)) = &mut line.task {
+        *of = case;
     }
     Ok(line)
 }
@@ -101,9 +115,13 @@ fn start(line: &Line) -> Result<u8> {
 fn run_task(task: &Task, sample: usize) -> Result<()> {
     let (threads, env) = (ThreadPool::new(2), HostEnv::collect());
     let found = match task {
-        Task::Serve(name, range) => return child(mutant(name)?, range.clone(), &env, &threads),
-        Task::Catch(name) => {
-            catch(mutant(name)?, &env, &threads).into_iter().map(|case| Alarm { seed: 0, case }).collect()
+        Task::Serve(name, range, case) => {
+            let options = options(mutant(name)?.level, case.as_deref());
+            return child(mutant(name)?, range.clone(), &options, &env, &threads);
+        }
+        Task::Catch(name, case) => {
+            let found = catch(mutant(name)?, case.as_deref(), &env, &threads);
+            found.into_iter().map(|case| Alarm { seed: 0, case }).collect()
         }
         Task::Accuse(name, seeds) => accuse(name, seeds.clone(), sample, &threads)?,
     };
@@ -140,14 +158,15 @@ fn all(line: &Line) -> Result<u8> {
         .collect();
     let tell = |text: String| if line.json { Ok(()) } else { say(&text) };
     tell("| liar | what it does | level | outcome | case |\n|---|---|---|---|---|\n".into())?;
-    let (mut missed, mut alarms) = (Vec::new(), Vec::new());
+    let (mut missed, mut alarms, mut recorded) = (Vec::new(), Vec::new(), String::new());
     at_once(
         &mutants,
-        |mutant| ask(&["--catch", mutant.name]),
+        |mutant| told(mutant),
         |mutant, found| {
             let Mutant { name, what, level, .. } = mutant;
             match found?.first() {
                 Some(Alarm { case, .. }) => {
+                    recorded += &format!("{name} {}\n", case.id);
                     tell(format!("| {name} | {what} | {level} | {} | {} |\n", case.outcome.as_str(), case.id))
                 }
                 None => {
@@ -157,6 +176,10 @@ fn all(line: &Line) -> Result<u8> {
             }
         },
     )?;
+    if let Some(path) = &line.record {
+        std::fs::write(path, &recorded)
+            .map_err(|e| Error::new(Code::Io, path.display().to_string()).have(e.to_string()))?;
+    }
     let sample = line.sample.to_string();
     at_once(
         &ranges,
@@ -227,6 +250,19 @@ fn at_once<T: Sync, R: Send>(
     })
 }
 
+/// The case that tells the mutant: the recorded one if it does, else the first of its level.
+fn told(mutant: &Mutant) -> Result<Vec<Alarm>> {
+    let recorded = CAUGHT.lines().filter_map(|line| line.split_once(' ')).find(|l| l.0 == mutant.name);
+    let is_of_level = |case: &str| case.split('/').next() == Some(mutant.level.as_str());
+    if let Some((name, case)) = recorded.filter(|(_, case)| is_of_level(case)) {
+        let found = ask(&["--catch", name, "--case", case])?;
+        if !found.is_empty() {
+            return Ok(found);
+        }
+    }
+    ask(&["--catch", mutant.name])
+}
+
 /// The answer of this executable to other words.
 fn ask(words: &[&str]) -> Result<Vec<Alarm>> {
     let what = || format!("liars {}", words.join(" "));
@@ -255,29 +291,32 @@ fn mutant(name: &str) -> Result<&'static Mutant> {
     mutants().find(|l| l.name == name).ok_or_else(|| Error::new(Code::Usage, format!("no liar `{name}`")))
 }
 
-fn options(level: Level) -> Options {
-    Options { levels: vec![level], fail_fast: true, ..Options::of(Profile::Training) }
+/// A level, or one case of it.
+fn options(level: Level, case: Option<&str>) -> Options {
+    let all = Options { levels: vec![level], fail_fast: true, ..Options::of(Profile::Training) };
+    case.into_iter().fold(all, Options::replaying)
 }
 
 /// Cases of a mutant, those last that take long.
-fn ordered(proofs: &[Proof], level: Level) -> Vec<Case> {
-    let mut all = cases(proofs, None, &options(level));
+fn ordered(proofs: &[Proof], options: &Options) -> Vec<Case> {
+    let mut all = cases(proofs, None, options);
     all.sort_by_key(|c| c.id.contains("/model/"));
     all
 }
 
-/// The first case of its level that tells the mutant.
-fn catch(mutant: &Mutant, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult> {
+/// The first case of its level that tells the mutant, or the one that is asked.
+fn catch(mutant: &Mutant, case: Option<&str>, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult> {
     let backend = mutant.backend();
     let device = device_of(&*backend);
     let proofs = proofs(&*backend, env, device);
-    let cases = ordered(&proofs, mutant.level);
+    let cases = ordered(&proofs, &options(mutant.level, case));
     let bench = Bench { backend: &*backend, env, device, threads, abi: None, proofs: &proofs };
-    let name = mutant.name;
+    let (name, only) = (mutant.name, case.map(str::to_owned));
     let children = ChildProcesses {
         command: Box::new(move |range| {
             let mut command = own_command();
             command.args(["--serve", name, &range.start.to_string(), &range.end.to_string()]);
+            command.args(only.iter().flat_map(|case| ["--case", case]));
             command
         }),
         at_once: 1,
@@ -295,11 +334,17 @@ fn catch(mutant: &Mutant, env: &HostEnv, threads: &ThreadPool) -> Option<CaseRes
     found
 }
 
-fn child(mutant: &Mutant, range: std::ops::Range<usize>, env: &HostEnv, threads: &ThreadPool) -> Result<()> {
+fn child(
+    mutant: &Mutant,
+    range: std::ops::Range<usize>,
+    options: &Options,
+    env: &HostEnv,
+    threads: &ThreadPool,
+) -> Result<()> {
     let backend = mutant.backend();
     let device = device_of(&*backend);
     let proofs = proofs(&*backend, env, device);
-    let cases = ordered(&proofs, mutant.level);
+    let cases = ordered(&proofs, options);
     let bench = Bench { backend: &*backend, env, device, threads, abi: None, proofs: &proofs };
     serve(&cases, range, &bench, &mut std::io::stdout())
 }
@@ -335,4 +380,15 @@ fn accuse(
         }
     }
     Ok(alarms)
+}
+
+/// Without one a mutant is still caught, by a walk over its level that takes many times as long.
+#[test]
+fn every_mutant_has_a_recorded_case_of_its_level() {
+    let recorded: Vec<_> = CAUGHT.lines().filter_map(|line| line.split_once(' ')).collect();
+    let names: Vec<_> = recorded.iter().map(|l| l.0).collect();
+    assert_eq!(names, mutants().map(|l| l.name).collect::<Vec<_>>());
+    for (mutant, (_, case)) in mutants().zip(recorded) {
+        assert_eq!(case.split('/').next(), Some(mutant.level.as_str()), "{}", mutant.name);
+    }
 }
