@@ -1,5 +1,5 @@
 //! The suite about itself: what it enumerates, replays, refuses to call a pass, and how it reports.
-use q4_conformance::liars::{honest, mutants};
+use q4_conformance::liars::{honest, honest_units, mutants};
 use q4_conformance::{
     AbiProbe, InProcess, Level, Options, Outcome, Profile, Report, Waivers, cases, claims, proofs, run,
     run_with,
@@ -234,7 +234,9 @@ fn old_defects_do_not_come_back() {
 fn the_correct_backend_passes_with_any_seed() {
     for seed in 0..4 {
         let options = Options { seed, sample: Some(6), ..Options::of(Profile::Training) };
-        let report = judge(&*honest(), &options);
-        assert!(report.conformant, "seed {seed}:\n{}", report.text());
+        for backend in [honest(), honest_units()] {
+            let report = judge(&*backend, &options);
+            assert!(report.conformant, "seed {seed}:\n{}", report.text());
+        }
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! A mutant meets the case first that told it when `caught.txt` was written, and the whole of its level where
 //! there is none or that one does not tell it any more. `--record` writes that file anew.
-use q4_conformance::liars::{Mutant, device_of, honest, honest_on_card, mutants};
+use q4_conformance::liars::{Mutant, device_of, honest, honest_on_card, honest_units, mutants};
 use q4_conformance::{
     Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Proof, Runner, cases,
     memory::CountingAllocator, proofs, run, serve,
@@ -32,6 +32,8 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// The correct backend on a device of its own.
 const ON_CARD: &str = "honest-on-card";
+/// The one whose sums lose what those of FP8 tensor cores do.
+const UNITS: &str = "honest-units";
 /// Longest time of one case of a lethal mutant.
 const TIME_LIMIT: Duration = Duration::from_secs(3);
 /// Most memory of a lethal mutant.
@@ -150,7 +152,7 @@ fn all(line: &Line) -> Result<u8> {
     let is_chosen = |l: &&Mutant| line.only.as_ref().is_none_or(|only| only == l.name);
     let mutants: Vec<_> = mutants().filter(is_chosen).collect();
     let seeds = if line.only.is_some() { 0 } else { line.seeds };
-    let correct = ["honest", ON_CARD].into_iter().chain(BUILTINS);
+    let correct = ["honest", ON_CARD, UNITS].into_iter().chain(BUILTINS);
     let ranges: Vec<_> = correct
         .flat_map(|name| {
             (0..seeds.div_ceil(SEEDS)).map(move |i| (name, i * SEEDS..seeds.min((i + 1) * SEEDS)))
@@ -350,7 +352,7 @@ fn child(
 }
 
 /// Bad outcomes of a correct backend: a sample of the suite for every seed, and once the whole of it for the
-/// backend that all mutants are made of. Built-ins have it behind them when `q4 conformance` is right.
+/// backends that mutants are made of. Built-ins have it behind them when `q4 conformance` is right.
 fn accuse(
     name: &str,
     seeds: std::ops::Range<u64>,
@@ -361,6 +363,7 @@ fn accuse(
     let backend = match name {
         "honest" => honest(),
         ON_CARD => honest_on_card(),
+        UNITS => honest_units(),
         _ => registry
             .live(name)
             .cloned()
@@ -369,7 +372,7 @@ fn accuse(
     let env = HostEnv { vendor: backend.devices(), ..registry.env().clone() };
     let mut alarms = Vec::new();
     for seed in seeds {
-        let sample = (seed > 0 || name != "honest").then_some(sample);
+        let sample = (seed > 0 || !["honest", UNITS].contains(&name)).then_some(sample);
         let device = device_of(&*backend);
         let options = Options { seed, sample, device, ..Options::of(Profile::Training) };
         let report = run(&*backend, &options, &env, threads);

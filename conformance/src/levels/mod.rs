@@ -4,6 +4,7 @@ mod abi;
 mod backward;
 mod conduct;
 mod decode;
+mod directed;
 mod drawn;
 mod forward;
 mod fused;
@@ -146,6 +147,7 @@ pub fn cases(proofs: &[Proof], abi: Option<&dyn crate::AbiProbe>, options: &Opti
                 Level::L2 => {
                     forward::cases(scope, &mut all);
                     values::cases(scope, &mut all);
+                    directed::cases(scope, &mut all);
                     drawn::cases(scope, &mut all);
                     mixed::cases(scope, OpSet::FORWARD, &mut all);
                     models::cases(scope, &mut all);

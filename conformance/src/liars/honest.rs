@@ -9,6 +9,7 @@ use super::parts::{
     Block, Call, Element, Element8, FUSING, Kept, ON_CARD, Parts, RowAt, Segment, float, widen,
 };
 use super::situation::{Done, Fault, Situation, View};
+use super::units::UNITS;
 use half::{bf16, f16};
 use q4_core::device::{DeviceMemory, memory_of};
 use q4_core::formats::ggml::{Blocks, Ggml};
@@ -36,6 +37,11 @@ pub fn honest_on_card() -> Arc<dyn Q4Backend> {
     with(ON_CARD)
 }
 
+/// One whose sums lose what those of FP8 tensor cores do.
+pub fn honest_units() -> Arc<dyn Q4Backend> {
+    with(UNITS)
+}
+
 /// The backend with these parts.
 pub(super) fn with(parts: Parts) -> Arc<dyn Q4Backend> {
     let mut descriptor = BackendDescriptor {
@@ -45,7 +51,7 @@ pub(super) fn with(parts: Parts) -> Arc<dyn Q4Backend> {
         priority: -200,
         offers: formats::names()
             .filter(|name| *name != "dense")
-            .map(|name| (name.into(), ExecPath::FusedDequant))
+            .map(|name| (name.into(), parts.path))
             .collect(),
     };
     (parts.descriptor)(&mut descriptor);
@@ -195,16 +201,25 @@ impl Q4Backend for Honest {
 impl Honest {
     /// The right answer.
     fn right(&self, spec: &LinearSpec, path: ExecPath) -> Verdict {
-        verdict(spec, path, self.card.as_ref().map_or(Device::Cpu, |card| card.device()))
+        let own = self.card.as_ref().map_or(Device::Cpu, |card| card.device());
+        verdict(spec, path, (self.parts.path, own))
     }
 }
 
-fn verdict(spec: &LinearSpec, path: ExecPath, own: Device) -> Verdict {
+fn verdict(spec: &LinearSpec, path: ExecPath, (computes, own): (ExecPath, Device)) -> Verdict {
     use RejectCode::*;
     let mut reasons = Vec::new();
     let mut no = |code, need: &str, have: String| reasons.push(Reject::new(code, need.to_owned(), have));
-    if path != ExecPath::FusedDequant {
-        no(PathUnsupported, "fused-dequant", path.to_string());
+    if path != computes {
+        no(PathUnsupported, computes.as_str(), path.to_string());
+    }
+    if computes == ExecPath::FusedRounded {
+        if !matches!(spec.activations, Activations::Fp8(_)) {
+            no(ActivationsUnsupported, "fp8, whose codes are multiplied", spec.activations.to_string());
+        }
+        if spec.x != DType::BF16 {
+            no(DtypeUnsupported, "x of bfloat16", spec.x.to_string());
+        }
     }
     if spec.device != own {
         no(DeviceAbsent, &own.to_string(), spec.device.to_string());

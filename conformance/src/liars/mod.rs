@@ -37,9 +37,10 @@ mod process;
 mod product;
 mod rounded;
 mod situation;
+mod units;
 
 use crate::Level;
-pub use honest::{honest, honest_on_card};
+pub use honest::{honest, honest_on_card, honest_units};
 pub use parts::Parts;
 use q4_core::{Device, Q4Backend};
 use std::sync::Arc;
@@ -89,6 +90,7 @@ pub fn mutants() -> impl Iterator<Item = &'static Mutant> {
         .chain(history::MUTANTS)
         .chain(format::MUTANTS)
         .chain(rounded::MUTANTS)
+        .chain(units::MUTANTS)
         .chain(process::MUTANTS)
         .chain(fused::MUTANTS)
         .chain(grouped::MUTANTS)
@@ -104,7 +106,7 @@ mod tests {
     fn there_are_enough_and_each_has_a_name() {
         let names: BTreeSet<_> = mutants().map(|l| l.name).collect();
         assert_eq!(names.len(), mutants().count());
-        assert!(names.len() >= 430, "{}", names.len());
+        assert!(names.len() >= 470, "{}", names.len());
         assert!(Level::ALL.iter().all(|level| mutants().any(|l| l.level == *level)));
     }
 }

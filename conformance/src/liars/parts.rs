@@ -16,6 +16,8 @@ use std::sync::atomic::AtomicU64;
 /// Every step that can be exchanged.
 #[derive(Clone, Copy)]
 pub struct Parts {
+    /// The path that it computes on.
+    pub(super) path: ExecPath,
     /// Edits what is said before anything is asked.
     pub(super) descriptor: fn(&mut BackendDescriptor),
     /// The answer, from the right one and the number of questions so far.
@@ -168,6 +170,7 @@ pub(super) type Quantise = fn(&[f32], usize, &Activations, DType) -> Result<Vec<
 
 /// Nothing exchanged.
 pub(super) const HONEST: Parts = Parts {
+    path: ExecPath::FusedDequant,
     descriptor: |_| {},
     verdict: |_, _, verdict, _| verdict,
     obeys: true,
