@@ -36,3 +36,15 @@ fn an_unknown_option_is_an_error_of_usage() {
     let out = Command::new(env!("CARGO_BIN_EXE_liars")).arg("--sedes").output().expect("runs");
     assert_eq!(out.status.code(), Some(2));
 }
+
+/// It would leave one line of all.
+#[test]
+fn cases_of_one_mutant_do_not_replace_those_of_all() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let file = dir.path().join("caught.txt");
+    std::fs::write(&file, "all of them").expect("written");
+    let mut liars = Command::new(env!("CARGO_BIN_EXE_liars"));
+    let out = liars.args(["--only", "sign-dropped", "--record"]).arg(&file).output().expect("runs");
+    assert_eq!(out.status.code(), Some(2), "{}", String::from_utf8_lossy(&out.stderr));
+    assert_eq!(std::fs::read_to_string(&file).expect("read"), "all of them");
+}

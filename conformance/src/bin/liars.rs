@@ -97,6 +97,9 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
             other => return Err(bad(&format!("`{other}` is unknown"))),
         }
     }
+    if line.record.is_some() && line.only.is_some() {
+        return Err(bad("--record writes the cases of all mutants, so it does not go with --only"));
+    }
     if let Some(Task::Catch(_, of) | Task::Serve(_, _, of)) = &mut line.task {
         *of = case;
     }
