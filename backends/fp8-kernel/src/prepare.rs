@@ -1,20 +1,17 @@
 //! What FP8 stores, as the kernels of `q4-codebook` take it.
 use half::{bf16, f16};
-use q4_codebook::{Bytes, Encoding, Flat, OnDevice, Place, Run, Scale, Stored, Values, scale_group};
+use q4_codebook::{Bytes, Encoding, Flat, OnDevice, Place, Run, Scale, Stored, Values, each, scale_group};
 use q4_core::formats::e4m3;
 use q4_core::{
     Code, DType, Error, ExecPath, Fp8, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight,
     Result, Segment,
 };
 use std::borrow::Cow;
-use std::marker::PhantomData;
 
-/// Bytes under scales of this type.
-struct E4m3<S>(PhantomData<S>);
+/// Bytes under scales.
+struct E4m3;
 
-impl<S: Scale + 'static> Encoding for E4m3<S> {
-    type Scale = S;
-    type Offset = u8;
+impl Encoding for E4m3 {
     const BYTES: Option<Bytes> = Some(Bytes::E4m3);
 }
 
@@ -50,7 +47,8 @@ fn packed<S: OnDevice + 'static>(
         let flat = tiles.iter().map(Tiles::flat).collect::<Vec<_>>();
         return place.pack_there(of, &flat, spec);
     }
-    place.pack_here::<E4m3<S>, _>(of, &tiles, Values::BYTES, format.reach(w.k) as u32, spec)
+    let worth = (Values::BYTES, S::KEPT, format.reach(w.k) as u32);
+    place.pack_here::<E4m3>(of, &each(&tiles), worth, spec)
 }
 
 /// A matrix of bytes.
@@ -94,11 +92,11 @@ impl<S: Scale> Tiles<'_, S> {
     }
 }
 
-impl<S: Scale + 'static> Stored<E4m3<S>> for Tiles<'_, S> {
+impl<S: Scale> Stored for Tiles<'_, S> {
     fn rows(&self) -> usize {
         self.rows
     }
-    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<E4m3<S>>) {
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run) {
         let eights = self.codes[row * self.k + from..][..len].as_chunks::<8>().0;
         let words = out.codes.iter_mut().zip(&mut out.high);
         for ((low, high), eight) in words.zip(eights) {
@@ -108,7 +106,7 @@ impl<S: Scale + 'static> Stored<E4m3<S>> for Tiles<'_, S> {
         let group = scale_group(self.k, self.format.reach(self.k) as u32);
         let groups = from.div_ceil(group)..(from + len).div_ceil(group);
         for (to, g) in out.scales.iter_mut().zip(groups) {
-            *to = self.scales[self.format.scale_of(row, g * group, self.k)];
+            *to = self.scales[self.format.scale_of(row, g * group, self.k)].widen();
         }
     }
 }

@@ -1,16 +1,12 @@
 //! What blocks hold, as the kernels of `q4-codebook` take it.
-use half::f16;
-use q4_codebook::{Bytes, Encoding, Offset, Place, Run, Signed, Stored, Values};
-use q4_core::formats::ggml::{Apart, Blocks};
+use q4_codebook::{Bytes, Encoding, Kept, Offset, Place, Run, Stored, Values, each};
+use q4_core::formats::ggml::Blocks;
 use q4_core::{Code, Error, ExecPath, LinearSpec, Part, PreparedWeight, Q4Schema, Q4Weight, Result};
-use std::marker::PhantomData;
 
 /// Codes of `4 + HIGH` bits, groups with scale and minimum, as Q4_K and Q5_K have them.
 struct Minima<const HIGH: usize>;
 
 impl<const HIGH: usize> Encoding for Minima<HIGH> {
-    type Scale = u8;
-    type Offset = u8;
     const OFFSET: Offset = Offset::Minimum;
     const HIGH: usize = HIGH;
     const NESTED: bool = true;
@@ -20,8 +16,6 @@ impl<const HIGH: usize> Encoding for Minima<HIGH> {
 struct SixBits;
 
 impl Encoding for SixBits {
-    type Scale = Signed;
-    type Offset = u8;
     const HIGH: usize = 2;
     const NESTED: bool = true;
 }
@@ -30,32 +24,7 @@ impl Encoding for SixBits {
 struct EightBits;
 
 impl Encoding for EightBits {
-    type Scale = f16;
-    type Offset = u8;
     const BYTES: Option<Bytes> = Some(Bytes::Signed);
-}
-
-/// An encoding of blocks: what of them becomes a group's scale.
-trait OfBlocks: Encoding<Offset = u8> {
-    fn scale(apart: &Apart, group: usize) -> Self::Scale;
-}
-
-impl<const HIGH: usize> OfBlocks for Minima<HIGH> {
-    fn scale(apart: &Apart, group: usize) -> u8 {
-        apart.scales[group].cast_unsigned()
-    }
-}
-
-impl OfBlocks for SixBits {
-    fn scale(apart: &Apart, group: usize) -> Signed {
-        Signed::new(apart.scales[group])
-    }
-}
-
-impl OfBlocks for EightBits {
-    fn scale(apart: &Apart, _: usize) -> f16 {
-        apart.scale
-    }
 }
 
 /// Elements, and what is kept of so many beside four bits of each code, in bytes.
@@ -83,22 +52,7 @@ pub(crate) fn prepare(
             .need("blocks of GGML")
             .have(w.schema.to_string()));
     };
-    let pack = match format.blocks {
-        Blocks::Q4K => packed::<Minima<0>>,
-        Blocks::Q5K => packed::<Minima<1>>,
-        Blocks::Q6K => packed::<SixBits>,
-        Blocks::Q80 => packed::<EightBits>,
-    };
-    pack(format.blocks, w, spec, path, place)
-}
-
-fn packed<E: OfBlocks>(
-    blocks: Blocks,
-    w: &Q4Weight<'_>,
-    spec: &LinearSpec,
-    path: ExecPath,
-    place: &Place<'_>,
-) -> Result<Box<dyn PreparedWeight>> {
+    let blocks = format.blocks;
     let mut segments = Vec::with_capacity(w.segments.len());
     for (i, s) in w.segments.iter().enumerate() {
         let bytes = s.data.need(Part::Codes)?.as_bytes()?;
@@ -111,29 +65,31 @@ fn packed<E: OfBlocks>(
                 .need("finite scales")
                 .have("NaN or infinity"));
         }
-        segments.push(Rows::<E> { blocks, rows: s.rows, k: w.k, bytes, _as: PhantomData });
+        segments.push(Rows { blocks, rows: s.rows, k: w.k, bytes });
     }
-    let values = match E::BYTES {
-        Some(_) => Values::BYTES,
-        None => Values::numbers(E::HIGH, blocks.zero()),
-    };
-    place.pack_here::<E, _>((crate::OWN.name, path), &segments, values, blocks.group() as u32, spec)
+    let (of, stored, group) = ((crate::OWN.name, path), each(&segments), blocks.group() as u32);
+    let numbers = |high| Values::numbers(high, blocks.zero());
+    match blocks {
+        Blocks::Q4K => place.pack_here::<Minima<0>>(of, &stored, (numbers(0), Kept::Byte, group), spec),
+        Blocks::Q5K => place.pack_here::<Minima<1>>(of, &stored, (numbers(1), Kept::Byte, group), spec),
+        Blocks::Q6K => place.pack_here::<SixBits>(of, &stored, (numbers(2), Kept::Signed, group), spec),
+        Blocks::Q80 => place.pack_here::<EightBits>(of, &stored, (Values::BYTES, Kept::F16, group), spec),
+    }
 }
 
 /// A matrix of blocks.
-struct Rows<'a, E> {
+struct Rows<'a> {
     blocks: Blocks,
     rows: usize,
     k: usize,
     bytes: &'a [u8],
-    _as: PhantomData<fn() -> E>,
 }
 
-impl<E: OfBlocks> Stored<E> for Rows<'_, E> {
+impl Stored for Rows<'_> {
     fn rows(&self) -> usize {
         self.rows
     }
-    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<E>) {
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run) {
         let (blocks, elements) = (self.blocks, self.blocks.elements());
         let first = row * blocks.row(self.k) + blocks.row(from);
         let (words, groups) = (elements / 8, elements / blocks.group());
@@ -150,16 +106,20 @@ impl<E: OfBlocks> Stored<E> for Rows<'_, E> {
                     .fold(0, |word, code| word << 8 | u32::from(code.wrapping_sub(blocks.zero())))
             };
             for (j, codes) in apart.codes[..elements].chunks_exact(8).enumerate() {
-                (out.codes[i * words + j], out.high[i * words + j]) = match E::BYTES {
-                    Some(_) => (four(&codes[..4]), four(&codes[4..])),
-                    None => (eight(codes, 0), eight(codes, 4)),
+                (out.codes[i * words + j], out.high[i * words + j]) = match blocks {
+                    Blocks::Q80 => (four(&codes[..4]), four(&codes[4..])),
+                    Blocks::Q4K | Blocks::Q5K | Blocks::Q6K => (eight(codes, 0), eight(codes, 4)),
                 };
             }
             for g in 0..groups {
-                out.scales[i * groups + g] = E::scale(&apart, g);
-                out.offsets[i * groups + g] = apart.mins[g];
+                out.scales[i * groups + g] = match blocks {
+                    Blocks::Q80 => apart.scale.to_f32(),
+                    Blocks::Q4K | Blocks::Q5K => f32::from(apart.scales[g].cast_unsigned()),
+                    Blocks::Q6K => f32::from(apart.scales[g]),
+                };
+                out.offsets[i * groups + g] = f32::from(apart.mins[g]);
             }
-            if E::NESTED {
+            if blocks != Blocks::Q80 {
                 out.nests[i] = [apart.scale, apart.min];
             }
         }

@@ -1,6 +1,6 @@
 //! What int4 stores, as the kernels of `q4-codebook` take it.
 use half::{bf16, f16};
-use q4_codebook::{Biases, Flat, FlatWithBiases, OnDevice, Place, Scale, Values};
+use q4_codebook::{Flat, FlatWithBiases, OnDevice, Place, Scale, Values};
 use q4_core::formats::int4::{ZERO, Zeros};
 use q4_core::{
     Code, DType, Error, ExecPath, Int4, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight,
@@ -48,7 +48,7 @@ fn packed<S: OnDevice + 'static>(
         }
     });
     let stored = with_biases.collect::<Result<Vec<_>>>()?;
-    place.pack_here::<Biases<S>, _>(of, &stored, values, format.group, spec)
+    place.pack_with_biases(of, &stored, values, spec)
 }
 
 fn stored<'a, S: Scale>(i: usize, format: &Int4, k: usize, s: &Segment<'a>) -> Result<Flat<'a, S>> {

@@ -1,9 +1,9 @@
 //! A backend in this process: the products of this crate, and what its format alone knows.
 use crate::cuda::{self, Engine, Levels, OnDevice, Width};
-use crate::encoding::{Encoding, Plain, Values, Zeros};
+use crate::encoding::{Biases, Encoding, Kept, Offset, Plain, Scale, Values, Zeros};
 use crate::prepare::{footprint, pack};
 use crate::probe::{operands, probe};
-use crate::stored::{Flat, Stored};
+use crate::stored::{Flat, FlatWithBiases, Stored};
 use q4_core::isa::Isa;
 use q4_core::rows;
 use q4_core::{
@@ -73,15 +73,48 @@ impl Place<'_> {
         values: Values,
         spec: &LinearSpec,
     ) -> Result<Box<dyn PreparedWeight>> {
-        match self {
-            Self::Cuda(..) => self.pack_there(of, stored, spec),
-            Self::Cpu(..) if stored.iter().any(|s| !s.zeros.is_empty()) => {
-                self.pack_here::<Zeros<S>, _>(of, stored, values, stored[0].block, spec)
-            }
-            Self::Cpu(..) => {
-                let block = stored.first().map_or(1, |s| s.block);
-                self.pack_here::<Plain<S>, _>(of, stored, values, block, spec)
-            }
+        if let Self::Cuda(..) = self {
+            return self.pack_there(of, stored, spec);
+        }
+        let worth = (values, S::KEPT, stored.first().map_or(1, |s| s.block));
+        let has_zeros = stored.iter().any(|s| !s.zeros.is_empty());
+        self.pack_four_bits(
+            of,
+            &each(stored),
+            worth,
+            if has_zeros { Offset::Zero } else { Offset::None },
+            spec,
+        )
+    }
+
+    /// Packs the same with biases, of which a device has no kernels.
+    ///
+    /// # Errors
+    /// [`Code::Unsupported`] elsewhere, and memory that cannot be had.
+    pub fn pack_with_biases<S: Scale>(
+        &self,
+        of: (&'static str, ExecPath),
+        stored: &[FlatWithBiases<'_, S>],
+        values: Values,
+        spec: &LinearSpec,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        let worth = (values, S::KEPT, stored.first().map_or(1, |s| s.flat.block));
+        self.pack_four_bits(of, &each(stored), worth, Offset::Bias, spec)
+    }
+
+    /// One home of the kernels for codes of four bits, which every format would compile again.
+    fn pack_four_bits(
+        &self,
+        of: (&'static str, ExecPath),
+        stored: &[&dyn Stored],
+        worth: (Values, Kept, u32),
+        beside: Offset,
+        spec: &LinearSpec,
+    ) -> Result<Box<dyn PreparedWeight>> {
+        match beside {
+            Offset::Zero => self.pack_here::<Zeros>(of, stored, worth, spec),
+            Offset::Bias => self.pack_here::<Biases>(of, stored, worth, spec),
+            Offset::None | Offset::Minimum => self.pack_here::<Plain>(of, stored, worth, spec),
         }
     }
 
@@ -101,25 +134,30 @@ impl Place<'_> {
         }
     }
 
-    /// Packs what the kernels of the CPU alone take.
+    /// Packs what the kernels of the CPU alone take: what codes are worth, what scales are kept in, and for how
+    /// many elements each.
     ///
     /// # Errors
     /// [`Code::Unsupported`] elsewhere, and memory that cannot be had.
-    pub fn pack_here<E: Encoding, T: Stored<E>>(
+    pub fn pack_here<E: Encoding>(
         &self,
         of: (&'static str, ExecPath),
-        stored: &[T],
-        values: Values,
-        block: u32,
+        stored: &[&dyn Stored],
+        worth: (Values, Kept, u32),
         spec: &LinearSpec,
     ) -> Result<Box<dyn PreparedWeight>> {
         match self {
             Self::Cpu(vectors, threads) => {
-                Ok(Box::new(pack::<E>(of, stored, (values, block), spec, *vectors, threads)?))
+                Ok(Box::new(pack::<E>(of, stored, worth, spec, *vectors, threads)?))
             }
             Self::Cuda(..) => Err(elsewhere(of, "cpu", spec)),
         }
     }
+}
+
+/// Matrices as what [`Place::pack_here`] takes.
+pub fn each<T: Stored>(stored: &[T]) -> Vec<&dyn Stored> {
+    stored.iter().map(|s| s as &dyn Stored).collect()
 }
 
 fn elsewhere(of: (&'static str, ExecPath), need: &str, spec: &LinearSpec) -> Error {

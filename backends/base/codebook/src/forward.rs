@@ -99,12 +99,12 @@ impl<E: Encoding> Packed<E> {
         let low = self.codes[line(k / CODES, word)].0[lane];
         let high = self.high.as_ref().map_or(0, |h| h[line(k / CODES / share, word / share)].0[lane]);
         let group = line(k / self.group, word * CODES / self.group);
-        let offset = self.offsets.as_ref().map_or(0.0, |offsets| offsets[group][lane].widen());
+        let offset = self.offsets.as_ref().map_or(0.0, |offsets| offsets.get(group, lane));
         let nest = self.nests.as_ref().map_or([1.0; 2], |nests| {
             let [scale, min] = nests[line(k / NEST, word * CODES / NEST)];
             [scale[lane].widen(), min[lane].widen()]
         });
-        let scale = self.scales[group][lane].widen() * nest[0];
+        let scale = self.scales.get(group, lane) * nest[0];
         std::array::from_fn(|j| {
             let nibble = |word: u32| (word >> (4 * j) & 15) as usize;
             let value = match E::BYTES {

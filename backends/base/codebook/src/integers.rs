@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn integers_are_told_from_other_values() {
-        let of = |low| Integers::of::<Plain<f32>>(&Values::of(low), Vectors::best());
+        let of = |low| Integers::of::<Plain>(&Values::of(low), Vectors::best());
         let counted = std::array::from_fn(|i| i as f32 - 8.0);
         assert_eq!(of(counted), Some(Integers { table: None, zero: 8, unit: 1.0 }));
         let halves = of(e2m1::VALUES).expect("halves");
@@ -193,7 +193,7 @@ mod tests {
     fn a_block_has_the_order_of_nibbles() {
         let integers = Integers { table: None, zero: 8, unit: 1.0 };
         let x: [f32; 16] = std::array::from_fn(|i| if i == 15 { 127.0 } else { i as f32 });
-        let block = block::<Plain<f32>>(&x, &integers).expect("finite");
+        let block = block::<Plain>(&x, &integers).expect("finite");
         assert_eq!(block.q[..16], [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 127]);
         assert_eq!((block.start[0], block.sums[0]), (-8 * 232, 232.0));
         assert!(block.q[16..].iter().all(|q| *q == 0) && block.scales[1..] == [0.0; 3]);

@@ -32,9 +32,9 @@ mod shape;
 mod simd;
 mod stored;
 
-pub use backend::{OnCuda, Own, Place, Prepare, Refuse, width_of};
+pub use backend::{OnCuda, Own, Place, Prepare, Refuse, each, width_of};
 pub use cuda::{Engine, Levels, OnDevice, Width};
-pub use encoding::{Biases, Bytes, Encoding, NEST, Offset, Plain, Scale, Signed, Values, Zeros};
+pub use encoding::{Bytes, Encoding, Kept, NEST, Offset, Scale, Values};
 pub use layout::{LEAST_GROUP, scale_group};
 pub use q4_simd::{E8m0, Widen};
 pub use stored::{Flat, FlatWithBiases, Run, Stored, scales};

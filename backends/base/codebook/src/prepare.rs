@@ -1,5 +1,5 @@
 //! Interleaving sixteen output rows: what makes a lane an output row and a scale a vector.
-use crate::encoding::{Encoding, NEST, Offset, Values, is_wide, share};
+use crate::encoding::{Encoding, Kept, NEST, Offset, Values, is_wide, share};
 use crate::integers::{self, Integers};
 use crate::layout::{CODES, LANES, QUAD, scale_group};
 use crate::pages::Pages;
@@ -11,6 +11,7 @@ use q4_core::{
     Activations, DType, ExecPath, Footprint, LinearSpec, OpSet, PreparedInfo, Result, Scratch, ThreadPool,
 };
 use q4_simd::Vectors;
+use std::marker::PhantomData;
 use std::sync::Mutex;
 
 /// One cache line: a value of each of 16 rows.
@@ -22,6 +23,48 @@ pub(crate) struct Line<T>(pub [T; LANES]);
 unsafe impl<T: Zeroable> Zeroable for Line<T> {}
 // SAFETY: as above; only 4-byte types are used, so that the alignment adds nothing.
 unsafe impl Pod for Line<u32> {}
+
+/// Lines of one number of each of 16 rows, as wide as they are kept.
+pub(crate) struct Lines {
+    pub kept: Kept,
+    bytes: Pages<u8>,
+}
+
+impl Lines {
+    /// `count` lines of zero bytes.
+    fn zeroed(kept: Kept, count: usize) -> Result<Self> {
+        Ok(Self { kept, bytes: Pages::zeroed(count * LANES * kept.size())? })
+    }
+
+    /// Line `at`.
+    #[inline(always)]
+    pub fn line(&self, at: usize) -> &[u8] {
+        let size = LANES * self.kept.size();
+        &self.bytes[at * size..][..size]
+    }
+
+    /// The number of `lane` in line `at`.
+    pub fn get(&self, at: usize, lane: usize) -> f32 {
+        let size = self.kept.size();
+        self.kept.get(&self.line(at)[lane * size..][..size])
+    }
+}
+
+/// Some of [`Lines`], to be written.
+#[derive(Default)]
+struct LinesMut<'a> {
+    kept: Option<Kept>,
+    bytes: &'a mut [u8],
+}
+
+impl LinesMut<'_> {
+    fn put(&mut self, at: usize, lane: usize, value: f32) {
+        if let Some(kept) = self.kept {
+            let size = kept.size();
+            kept.put(value, &mut self.bytes[(at * LANES + lane) * size..][..size]);
+        }
+    }
+}
 
 /// A weight as the kernels read it. Resident: n·k/2 bytes of codes, n·k/8 for each bit above four, and for
 /// each group and row a scale and the byte of its offset, n rounded up to 16.
@@ -40,15 +83,16 @@ pub struct Packed<E: Encoding> {
     /// and this the second four of eight.
     pub(crate) high: Option<Pages<Line<u32>>>,
     /// `[quads, k / group, blocks of the quad]`: a scale of each of 16 rows. Rows past n have zeroes.
-    pub(crate) scales: Pages<[E::Scale; LANES]>,
-    /// As the scales: zero points or minima.
-    pub(crate) offsets: Option<Pages<[E::Offset; LANES]>>,
+    pub(crate) scales: Lines,
+    /// As the scales: zero points, minima or biases.
+    pub(crate) offsets: Option<Lines>,
     /// `[quads, k / NEST, blocks of the quad]`: what scales, and the negative of what minima are multiplied
     /// by.
     pub(crate) nests: Option<Pages<[[f16; LANES]; 2]>>,
     pub(crate) values: Values,
     /// Where they are such.
     pub(crate) integers: Option<Integers>,
+    pub(crate) _of: PhantomData<E>,
 }
 
 impl<E: Encoding> Packed<E> {
@@ -96,17 +140,30 @@ fn quads<T: Pod>(pages: &mut Option<Pages<T>>, lines: usize, count: usize) -> Ve
     all
 }
 
+/// The same of lines of numbers.
+fn quads_of(lines: Option<&mut Lines>, each: usize, count: usize) -> Vec<LinesMut<'_>> {
+    let mut all: Vec<_> = match lines {
+        Some(Lines { kept, bytes }) => {
+            let quad = QUAD * each * LANES * kept.size();
+            bytes.chunks_mut(quad).map(|bytes| LinesMut { kept: Some(*kept), bytes }).collect()
+        }
+        None => Vec::new(),
+    };
+    all.resize_with(count, Default::default);
+    all
+}
+
 /// The lines of a quad.
-struct Quad<'a, E: Encoding> {
+struct Quad<'a> {
     codes: &'a mut [Line<u32>],
     high: &'a mut [Line<u32>],
-    scales: &'a mut [[E::Scale; LANES]],
-    offsets: &'a mut [[E::Offset; LANES]],
+    scales: LinesMut<'a>,
+    offsets: LinesMut<'a>,
     nests: &'a mut [[[f16; LANES]; 2]],
 }
 
-/// Repacks the segments of a weight with `k` in features and scales for `block` elements of them. Rows past
-/// the last take a code of zero and a scale of zero bytes, whatever these mean: what is computed with them is
+/// Repacks the segments of a weight with `k` in features and scales, `kept` so, for `block` elements of them.
+/// Rows past the last take a code of zero and a scale of zero bytes, whatever these mean: what is computed with them is
 /// not kept.
 ///
 /// # Errors
@@ -114,56 +171,56 @@ struct Quad<'a, E: Encoding> {
 ///
 /// # Panics
 /// If a segment is shorter than its rows.
-pub fn pack<E: Encoding>(
+pub(crate) fn pack<E: Encoding>(
     (backend, path): (&'static str, ExecPath),
-    segments: &[impl Stored<E>],
-    (values, block): (Values, u32),
+    segments: &[&dyn Stored],
+    (values, kept, block): (Values, Kept, u32),
     spec: &LinearSpec,
     vectors: Vectors,
     threads: &ThreadPool,
 ) -> Result<Packed<E>> {
-    let (n, k) = (segments.iter().map(Stored::rows).sum::<usize>(), spec.k);
+    let (n, k) = (segments.iter().map(|s| s.rows()).sum::<usize>(), spec.k);
     let group = scale_group(k, block);
     let blocks = n.div_ceil(LANES);
     let (words, groups, nests) = (k / CODES, k / group, k / NEST);
     let shared = words / share::<E>();
     let mut codes = Some(Pages::<Line<u32>>::zeroed(blocks * words)?);
     let mut high = is_wide::<E>().then(|| Pages::<Line<u32>>::zeroed(blocks * shared)).transpose()?;
-    let mut scales = Some(Pages::<[E::Scale; LANES]>::zeroed(blocks * groups)?);
+    let mut scales = Lines::zeroed(kept, blocks * groups)?;
     let has_offsets = E::OFFSET != Offset::None;
     let mut offsets =
-        has_offsets.then(|| Pages::<[E::Offset; LANES]>::zeroed(blocks * groups)).transpose()?;
+        has_offsets.then(|| Lines::zeroed(E::OFFSET.kept(kept), blocks * groups)).transpose()?;
     let mut nested = E::NESTED.then(|| Pages::<[[f16; LANES]; 2]>::zeroed(blocks * nests)).transpose()?;
     let count = blocks.div_ceil(QUAD);
     let mut parts = (
         quads(&mut codes, words, count).into_iter(),
         quads(&mut high, shared, count).into_iter(),
-        quads(&mut scales, groups, count).into_iter(),
-        quads(&mut offsets, groups, count).into_iter(),
+        quads_of(Some(&mut scales), groups, count).into_iter(),
+        quads_of(offsets.as_mut(), groups, count).into_iter(),
         quads(&mut nested, nests, count).into_iter(),
     );
     let mut all = Vec::with_capacity(count);
     while let (Some(codes), Some(high), Some(scales), Some(offsets), Some(nests)) =
         (parts.0.next(), parts.1.next(), parts.2.next(), parts.3.next(), parts.4.next())
     {
-        all.push(Mutex::new(Quad::<E> { codes, high, scales, offsets, nests }));
+        all.push(Mutex::new(Quad { codes, high, scales, offsets, nests }));
     }
     threads.run(count, &|quad| {
         let mut to = all[quad].lock().unwrap_or_else(|e| e.into_inner());
         let first = quad * QUAD * LANES;
         let width = to.codes.len() / words;
-        let mut run = Run::<E>::empty();
+        let mut run = Run::empty();
         for from in (0..k).step_by(PIECE) {
             let len = PIECE.min(k - from);
             for i in 0..(width * LANES).min(n - first) {
                 let (segment, row) = locate(segments, first + i);
                 segment.read(row, from, len, &mut run);
-                to.put(&run, (from, len, group), (i / LANES, width), i % LANES);
+                to.put::<E>(&run, (from, len, group), (i / LANES, width), i % LANES);
             }
         }
     });
     drop(all);
-    let (Some(codes), Some(scales)) = (codes, scales) else { unreachable!("made above") };
+    let Some(codes) = codes else { unreachable!("made above") };
     let bytes = |pages: Option<usize>| pages.unwrap_or(0);
     let info = PreparedInfo {
         backend: backend.into(),
@@ -173,8 +230,8 @@ pub fn pack<E: Encoding>(
         k,
         resident_bytes: (size_of_val(&codes[..])
             + bytes(high.as_ref().map(|p| size_of_val(&p[..])))
-            + size_of_val(&scales[..])
-            + bytes(offsets.as_ref().map(|p| size_of_val(&p[..])))
+            + scales.bytes.len()
+            + bytes(offsets.as_ref().map(|lines| lines.bytes.len()))
             + bytes(nested.as_ref().map(|p| size_of_val(&p[..])))) as u64,
         ops: OpSet::ALL,
     };
@@ -191,15 +248,16 @@ pub fn pack<E: Encoding>(
         nests: nested,
         integers: Integers::of::<E>(&values, vectors),
         values,
+        _of: PhantomData,
     })
 }
 
-impl<E: Encoding> Quad<'_, E> {
+impl Quad<'_> {
     /// Puts `len` elements of a row from `from` on into `lane` of block `block` of `width`.
     #[inline]
-    fn put(
+    fn put<E: Encoding>(
         &mut self,
-        run: &Run<E>,
+        run: &Run,
         (from, len, group): (usize, usize, usize),
         (block, width): (usize, usize),
         lane: usize,
@@ -215,10 +273,8 @@ impl<E: Encoding> Quad<'_, E> {
             }
         }
         for (at, g) in (from.div_ceil(group)..(from + len).div_ceil(group)).enumerate() {
-            self.scales[g * width + block][lane] = run.scales[at];
-            if E::OFFSET != Offset::None {
-                self.offsets[g * width + block][lane] = run.offsets[at];
-            }
+            self.scales.put(g * width + block, lane, run.scales[at]);
+            self.offsets.put(g * width + block, lane, run.offsets[at]);
         }
         if E::NESTED {
             for (at, [scale, min]) in run.nests[..len / NEST].iter().enumerate() {
@@ -229,11 +285,11 @@ impl<E: Encoding> Quad<'_, E> {
     }
 }
 
-fn locate<E: Encoding, T: Stored<E>>(segments: &[T], row: usize) -> (&T, usize) {
+fn locate<'a>(segments: &[&'a dyn Stored], row: usize) -> (&'a dyn Stored, usize) {
     let mut row = row;
     for segment in segments {
         if row < segment.rows() {
-            return (segment, row);
+            return (*segment, row);
         }
         row -= segment.rows();
     }

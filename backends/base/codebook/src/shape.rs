@@ -1,10 +1,11 @@
 //! Loop bounds of one weight, and where its blocks lie.
-use crate::encoding::{Encoding, NEST, Offset, share};
+use crate::encoding::{Encoding, Kept, NEST, Offset, share};
 use crate::layout::{CHAIN, CODES, LANES, QUAD, scale_group};
 use crate::prepare::Packed;
 use half::f16;
 use q4_core::rows::RowsMut;
-use q4_simd::{Vector, Widen};
+use q4_simd::Vector;
+use std::marker::PhantomData;
 
 /// Elements of k that 8 KiB of a quad's codes are.
 const FETCHED: usize = (8 << 10) / (QUAD * LANES * 4) * CODES;
@@ -23,11 +24,14 @@ pub(crate) struct Shape {
 pub(crate) struct Place<E: Encoding> {
     /// Codes and their upper bits.
     pub codes: Codes,
-    scales: *const E::Scale,
-    offsets: *const E::Offset,
+    scales: *const u8,
+    offsets: *const u8,
+    /// What scales are kept in.
+    kept: Kept,
     nests: *const [[f16; LANES]; 2],
     /// Lines from one to the next of the same block.
     step: usize,
+    _of: PhantomData<E>,
 }
 
 /// Where a block has its codes.
@@ -92,12 +96,14 @@ impl Shape {
         };
         Place {
             codes: Codes { low, high, step: step * LANES },
-            scales: w.scales[scales..].as_ptr().cast(),
-            offsets: w.offsets.as_ref().map_or(std::ptr::null(), |o| o[scales..].as_ptr().cast()),
+            scales: w.scales.line(scales).as_ptr(),
+            offsets: w.offsets.as_ref().map_or(std::ptr::null(), |o| o.line(scales).as_ptr()),
+            kept: w.scales.kept,
             nests: w.nests.as_ref().map_or(std::ptr::null(), |nests| {
                 nests[w.lines(block, self.words * CODES / NEST).0..].as_ptr()
             }),
             step,
+            _of: PhantomData,
         }
     }
 
@@ -120,9 +126,9 @@ impl<E: Encoding> Place<E> {
         let at = (g + FETCHED.div_ceil(group)) * self.step * LANES;
         // SAFETY: hints, of any address.
         unsafe {
-            L::prefetch(self.scales.wrapping_add(at));
+            L::prefetch(self.scales.wrapping_add(at * self.kept.size()));
             if E::OFFSET != Offset::None {
-                L::prefetch(self.offsets.wrapping_add(at));
+                L::prefetch(self.offsets.wrapping_add(at * E::OFFSET.kept(self.kept).size()));
             }
             if E::NESTED && (g * group).is_multiple_of(NEST) {
                 L::prefetch(self.nests.wrapping_add((g * group / NEST + 1) * self.step));
@@ -140,18 +146,20 @@ impl<E: Encoding> Place<E> {
         unsafe {
             let at = g * self.step * LANES;
             let nest = self.nests.wrapping_add(g * group / NEST * self.step);
-            let scale = E::Scale::load::<L>(self.scales.add(at));
+            let (kept, beside) = (self.kept, E::OFFSET.kept(self.kept));
+            let scale = kept.load::<L>(self.scales.add(at * kept.size()));
+            let offset = self.offsets.wrapping_add(at * beside.size());
             let scale =
                 if E::NESTED { L::mul(scale, L::load_f16((&raw const (*nest)[0]).cast())) } else { scale };
             let offset = match E::OFFSET {
                 Offset::None => L::splat(0.0),
-                Offset::Zero => L::mul(E::Offset::load::<L>(self.offsets.add(at)), L::splat(-1.0)),
+                Offset::Zero => L::mul(beside.load::<L>(offset), L::splat(-1.0)),
                 // What minima are multiplied by is kept negative.
                 Offset::Minimum => {
                     let nest = L::load_f16((&raw const (*nest)[1]).cast());
-                    L::mul(E::Offset::load::<L>(self.offsets.add(at)), nest)
+                    L::mul(beside.load::<L>(offset), nest)
                 }
-                Offset::Bias => E::Offset::load::<L>(self.offsets.add(at)),
+                Offset::Bias => beside.load::<L>(offset),
             };
             Group { scale, offset }
         }

@@ -1,5 +1,5 @@
 //! Where weights come from: rows that are taken apart piece by piece.
-use crate::encoding::{Biases, Encoding, NEST, Plain, Scale, Zeros};
+use crate::encoding::{NEST, Scale};
 use crate::layout::{CODES, LEAST_GROUP, scale_group};
 use half::f16;
 use q4_core::NibbleOrder;
@@ -10,37 +10,31 @@ use std::borrow::Cow;
 pub(crate) const PIECE: usize = 512;
 
 /// One stored matrix.
-pub trait Stored<E: Encoding>: Sync {
+pub trait Stored: Sync {
     /// Out features.
     fn rows(&self) -> usize;
     /// Reads `len` elements of `row` from `from` on, which are multiples of 8 and at most those of a
     /// [`Run`], with the groups that begin among them.
-    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<E>);
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run);
 }
 
 /// A piece of a row taken apart.
-pub struct Run<E: Encoding> {
+pub struct Run {
     /// The lowest four bits of eight codes, the first in the lowest nibble; or the first four of eight bytes.
     pub codes: [u32; PIECE / CODES],
     /// The bits above them, of the same eight codes, each in a nibble; or the second four bytes.
     pub high: [u32; PIECE / CODES],
-    /// Of each group.
-    pub scales: [E::Scale; PIECE / LEAST_GROUP],
-    /// Of each group.
-    pub offsets: [E::Offset; PIECE / LEAST_GROUP],
+    /// Of each group, one of those that scales are kept in.
+    pub scales: [f32; PIECE / LEAST_GROUP],
+    /// Of each group that has one: its zero point, minimum or bias.
+    pub offsets: [f32; PIECE / LEAST_GROUP],
     /// What scales and what minima are multiplied by, for each [`NEST`].
     pub nests: [[f16; 2]; PIECE / NEST],
 }
 
-impl<E: Encoding> Run<E> {
+impl Run {
     pub(crate) fn empty() -> Self {
-        Self {
-            codes: [0; _],
-            high: [0; _],
-            scales: [bytemuck::Zeroable::zeroed(); _],
-            offsets: [bytemuck::Zeroable::zeroed(); _],
-            nests: [[f16::ZERO; 2]; _],
-        }
+        Self { codes: [0; _], high: [0; _], scales: [0.0; _], offsets: [0.0; _], nests: [[f16::ZERO; 2]; _] }
     }
 }
 
@@ -101,40 +95,28 @@ impl<S: Scale> Flat<'_, S> {
     }
 }
 
-impl<S: Scale + 'static> Stored<Plain<S>> for Flat<'_, S> {
+impl<S: Scale> Stored for Flat<'_, S> {
     fn rows(&self) -> usize {
         self.rows
     }
-    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<Plain<S>>) {
-        self.codes(row, from, len, &mut out.codes);
-        for (to, at) in out.scales.iter_mut().zip(self.blocks(row, from, len)) {
-            *to = self.scales[at];
-        }
-    }
-}
-
-impl<S: Scale + 'static> Stored<Biases<S>> for FlatWithBiases<'_, S> {
-    fn rows(&self) -> usize {
-        self.flat.rows
-    }
-    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<Biases<S>>) {
-        self.flat.codes(row, from, len, &mut out.codes);
-        let to = out.scales.iter_mut().zip(&mut out.offsets);
-        for ((scale, bias), at) in to.zip(self.flat.blocks(row, from, len)) {
-            (*scale, *bias) = (self.flat.scales[at], self.biases[at]);
-        }
-    }
-}
-
-impl<S: Scale + 'static> Stored<Zeros<S>> for Flat<'_, S> {
-    fn rows(&self) -> usize {
-        self.rows
-    }
-    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run<Zeros<S>>) {
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run) {
         self.codes(row, from, len, &mut out.codes);
         let to = out.scales.iter_mut().zip(&mut out.offsets);
         for ((scale, zero), at) in to.zip(self.blocks(row, from, len)) {
-            (*scale, *zero) = (self.scales[at], self.zeros[at]);
+            *scale = self.scales[at].widen();
+            *zero = self.zeros.get(at).copied().map_or(0.0, f32::from);
+        }
+    }
+}
+
+impl<S: Scale> Stored for FlatWithBiases<'_, S> {
+    fn rows(&self) -> usize {
+        self.flat.rows
+    }
+    fn read(&self, row: usize, from: usize, len: usize, out: &mut Run) {
+        self.flat.read(row, from, len, out);
+        for (bias, at) in out.offsets.iter_mut().zip(self.flat.blocks(row, from, len)) {
+            *bias = self.biases[at].widen();
         }
     }
 }
