@@ -25,19 +25,55 @@ NO_PEER = "the peer is not installed on the host of a card"
 
 def host(args):
     """Rates of the processors beside the card, and their share of what reads and arithmetic allow."""
+    lowest = {}
     for shape in SHAPES:
         for threads in THREADS:
             if threads > (os.cpu_count() or 1):
                 continue
-            words = ["--json", "--device", "cpu", "--threads", threads, "bench", "--shape", shape]
-            report = json.loads(must(Q4, *words, "-r", 3, "--prefill", 256, "--decode", 16)[1])
-            for part in report["results"]:
-                what = {"pp": "prompt", "tg": "decode"}[part["what"][:2]]
-                name = f"host-{what}-{shape}-{threads}"
-                need = "no bound" if what == "prompt" else ">= 0.85 of the floor"
-                row(name, round(part["max"], 1), f"tok/s, {isa(report)}", "no bound")
-                row(f"{name}-of-floor", round(part["max"] / part["roofline"], 3), "of the floor", need)
+            for activations in ("native", "int8"):
+                of = "" if activations == "native" else f"-{activations}"
+                report = bench(threads, activations, "--shape", shape)
+                for part in report["results"]:
+                    what = PHASES[part["what"][:2]]
+                    name = f"host-{what}-{shape}{of}-{threads}"
+                    need = "no bound" if what == "prompt" else ">= 0.85 of the floor"
+                    row(name, round(part["max"], 1), f"tok/s, {isa(report)}", "no bound")
+                    row(f"{name}-of-floor", round(part["max"] / part["roofline"], 3), "of the floor", need)
+            for what, (q4, llama) in beside_llama(args, shape, threads).items():
+                name = f"host-{what}-{shape}-Q4_0-{threads}"
+                row(name, round(q4, 1), "tok/s, int8", "no bound")
+                row(f"{name}-llama.cpp", round(q4 / llama, 3), f"of {llama:.1f} tok/s, llama.cpp", ">= 1")
+                lowest[name] = q4 / llama
+    worst = min(lowest, key=lowest.get, default=None)
+    unit = "times llama.cpp, the lowest" + (f": {worst}" if worst else "")
+    row("host-llama.cpp", worst and round(lowest[worst], 3), unit, ">= 1", NO_PEER)
     timed()
+
+
+PHASES = {"pp": "prompt", "tg": "decode"}
+
+
+def bench(threads, activations, *model):
+    words = ["--json", "--device", "cpu", "--threads", threads, "--activations", activations, "bench", *model]
+    return json.loads(must(Q4, *words, "-r", 3, "--prefill", 256, "--decode", 16)[1])
+
+
+def beside_llama(args, shape, threads):
+    """The best of three of either, in turns, on one file, with int8 inputs, which llama.cpp takes; nothing where
+    LLAMA_BENCH names no program, or where the file, of bench/gguf_model.py, is not in the work folder."""
+    program, file = os.environ.get("LLAMA_BENCH"), args.work / f"{shape}-Q4_0.gguf"
+    if not program or not file.exists():
+        return {}
+    best = {}
+    for _ in range(2):
+        for part in bench(threads, "int8", file)["results"]:
+            rates = best.setdefault(PHASES[part["what"][:2]], [0.0, 0.0])
+            rates[0] = max(rates[0], part["max"])
+        lines = must(program, "-m", file, "-t", threads, "-p", 256, "-n", 16, "-r", 3, "-o", "jsonl")[1]
+        for line in map(json.loads, lines.splitlines()):
+            what = "prompt" if line["n_prompt"] else "decode"
+            best[what][1] = max(best[what][1], *line["samples_ts"])
+    return best
 
 
 def isa(report):
@@ -138,7 +174,6 @@ def missing():
     """What nothing was built for yet."""
     for name, unit, need, why in [
         ("cards-8-step", "times the rate of one", ">= 7", NO_CARDS),
-        ("host-llama.cpp", "times llama.cpp, the lowest", ">= 1", NO_PEER),
         ("host-int8-openvino", "times OpenVINO", ">= 1", NO_PEER),
     ]:
         row(name, None, unit, need, why)
@@ -176,6 +211,7 @@ def whole(args):
     beside = kept(args, "host")
     if not beside:
         row("host", None, "tok/s", ">= 0.85 of the floor", "the processors were not timed")
+        row("host-llama.cpp", None, "times llama.cpp, the lowest", ">= 1", NO_PEER)
     if not kept(args, "server"):
         row("server-64-users", None, "of the rate of bench", ">= 0.9", NO_SERVER)
         row("server-first-token", None, "ms, 99 of 100", "< 250", NO_SERVER)

@@ -3,9 +3,10 @@
 #   bench/cards.sh WORK [PART...]
 #
 # PART is card (bench/h200.sh, up to ten minutes), formats (what of it is about int4 and MXFP4), host (the
-# processors beside the card), server (q4 serve on the card), ranks (the trainer on two cards; Q4_TRAIN and
-# LD_LIBRARY_PATH as in bench/card_ranks.py) or whole (the result file); all of them where none is named. What a part measured lies in WORK, so that a machine that is lent for minutes takes one after
-# the other. Wants target/release/q4, or Q4, and what bench/h200.sh wants.
+# processors beside the card; beside llama.cpp too, where LLAMA_BENCH names its llama-bench and WORK has
+# SHAPE-Q4_0.gguf of bench/gguf_model.py), server (q4 serve on the card), ranks (the trainer on two cards; Q4_TRAIN and
+# LD_LIBRARY_PATH as in bench/card_ranks.py) or whole (the result file); all of them where none is named. What a
+# part measured lies in WORK, so that a machine that is lent for minutes takes one after the other. Wants target/release/q4, or Q4, and what bench/h200.sh wants.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${1:?need a folder for what was measured}
