@@ -1,5 +1,5 @@
-//! `q4 bench`: tokens a second beside what the machine's bandwidth and arithmetic would allow, or what users of
-//! a server get.
+//! `q4 bench`: tokens a second beside what the machine's bandwidth and arithmetic would allow, or what users
+//! of a server get.
 //!
 //! The machine's limits are measured before and after the work, on the same threads: a noisy machine moves
 //! both.
@@ -262,8 +262,8 @@ impl Subject {
         Figure { what, shape: self.name.clone(), unit: "tok/s", rates, work: Work { bytes, macs } }
     }
 
-    /// Tokens a second of `steps` behind `depth` positions. Those beyond [`PROMPT`] have keys and values, which
-    /// are read once a step.
+    /// Tokens a second of `steps` behind `depth` positions. Those beyond [`PROMPT`] have keys and values,
+    /// which are read once a step.
     fn decoding(&self, depth: usize, steps: usize, rates: Vec<f64>) -> Figure {
         if depth == PROMPT {
             return self.figure(format!("tg{steps}"), rates, 1);

@@ -255,8 +255,8 @@ impl Stream {
     /// The next document; none when the server is done.
     ///
     /// # Errors
-    /// [`Code::ServerFailed`] for a server that goes away, for what is no JSON, and for an event that tells of
-    /// an error.
+    /// [`Code::ServerFailed`] for a server that goes away, for what is no JSON, and for an event that tells
+    /// of an error.
     pub async fn next(&mut self) -> Result<Option<Value>> {
         loop {
             if let Some(data) = self.ready.pop_front() {

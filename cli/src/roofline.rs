@@ -40,8 +40,8 @@ impl Work {
 
 impl Roofline {
     /// Measures in about half a second: the best of several passes, for a limit is not an average. Arithmetic
-    /// is that of the instruction set that `Q4_ISA` names: kernels that were told to do without another are not
-    /// held against it.
+    /// is that of the instruction set that `Q4_ISA` names: kernels that were told to do without another are
+    /// not held against it.
     ///
     /// # Errors
     /// As of [`Isa::named`].

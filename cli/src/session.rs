@@ -24,8 +24,8 @@ pub fn chunk(device: Device) -> usize {
     if device == Device::Cpu { 512 } else { 2048 }
 }
 
-/// Rows of a step that many sequences share: enough for prompts, few enough that nobody waits long for his next
-/// token.
+/// Rows of a step that many sequences share: enough for prompts, few enough that nobody waits long for his
+/// next token.
 pub fn shared_chunk(device: Device, sequences: usize) -> usize {
     let rows = if device == Device::Cpu { 128 } else { 512 };
     rows.max(2 * sequences)

@@ -2,8 +2,8 @@
 //!
 //! A closed pipe ends the process without a word, as with every other filter. Ctrl-C ends it at once, unless
 //! a verb is writing files that must be removed first; then it asks once and insists the second time, unless
-//! that is an echo of the first. SIGTERM does the same. In a conversation Ctrl-C stops the answer and nothing else. SIGHUP ends the process, unless
-//! a server has a file to read again.
+//! that is an echo of the first. SIGTERM does the same. In a conversation Ctrl-C stops the answer and nothing
+//! else. SIGHUP ends the process, unless a server has a file to read again.
 use crate::report::Outcome;
 use crate::supervise;
 use crate::terminal::{self, Raised};

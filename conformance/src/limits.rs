@@ -172,7 +172,8 @@ impl Limits {
         let mut q = Question { backend, env, path, spec: plain_spec(encodings[0], quantizers[0], device) };
         q.spec = first(&q, &encodings, &quantizers)?;
         let (encoding, base) = (q.spec.schema, q.spec.clone());
-        // Blocks along k, of the weight or of the input, leave no smaller factor: the shortest that are served.
+        // Blocks along k, of the weight or of the input, leave no smaller factor: the shortest that are
+        // served.
         let served = encodings.iter().filter(|e| q.accepts(|s| s.schema = **e));
         let shortest = *served.min_by_key(|e| e.k_block()).unwrap_or(&encoding);
         let blocks = [shortest.k_block(), if activations == "native" { 1 } else { 16 }];

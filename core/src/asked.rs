@@ -1,8 +1,8 @@
 //! Whether a process was asked to end, and whether somebody insists.
 //!
 //! One wish often comes twice: `timeout` and other supervisors send their signal to a process and then to its
-//! group, and a terminal's Ctrl-C reaches a process by itself and through whoever passes signals on. Who counts
-//! signals takes that for impatience, and whether the system delivers both is a matter of chance.
+//! group, and a terminal's Ctrl-C reaches a process by itself and through whoever passes signals on. Who
+//! counts signals takes that for impatience, and whether the system delivers both is a matter of chance.
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

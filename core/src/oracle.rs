@@ -217,8 +217,8 @@ fn lanes(x: &[f64], w: &[f64]) -> (f64, f64) {
 /// itself is rounded to the type of y. Inputs are widened to f32, exactly. Units that multiply 4-bit operands
 /// add exact products in an order of their own and may cut where others round, which loses up to a whole unit
 /// of the last place each time: `(2k + 32) · 2^-24 · Σ|x·w|`. Weights that a kernel rounds to bf16 are off by
-/// [`ROUNDED`] of themselves: `((k/16 + 32) · 2^-24 + ROUNDED) · Σ|x·w|`; what [`Units::Fp8`] multiply has [`CUT`]
-/// there.
+/// [`ROUNDED`] of themselves: `((k/16 + 32) · 2^-24 + ROUNDED) · Σ|x·w|`; what [`Units::Fp8`] multiply has
+/// [`CUT`] there.
 pub fn bound(path: ExecPath, units: Units, y: DType, k: usize, exact: f64, abs_sum: f64) -> f64 {
     let (chain, copy) = match path {
         _ if units == Units::Fp8 => (k as f64 / 16.0, CUT),
@@ -235,10 +235,10 @@ pub fn bound(path: ExecPath, units: Units, y: DType, k: usize, exact: f64, abs_s
 /// much for what it is made of.
 pub const ROUNDED: f64 = 1.5 / 256.0;
 
-/// Most that FP8 tensor cores may lose, of `Σ|x·w|`. Those of sm_90 align 32 products and the sum before them to
-/// the largest, and of each keep 13 bits behind the first one of that; a kernel takes sums out after 128 of k.
-/// So 4 times 33 terms lose less than `2^-13` of what is at most `Σ|x·w|`. Of ordinary numbers it is a hundredth
-/// of that.
+/// Most that FP8 tensor cores may lose, of `Σ|x·w|`. Those of sm_90 align 32 products and the sum before them
+/// to the largest, and of each keep 13 bits behind the first one of that; a kernel takes sums out after 128
+/// of k. So 4 times 33 terms lose less than `2^-13` of what is at most `Σ|x·w|`. Of ordinary numbers it is a
+/// hundredth of that.
 pub const CUT: f64 = 4.0 * 33.0 / 8192.0;
 
 /// What adds products up.

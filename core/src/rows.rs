@@ -96,8 +96,8 @@ pub fn reject_operands(spec: &LinearSpec, reasons: &mut Vec<Reject>) {
 /// together and are those of `spec`, and the context is of its device.
 ///
 /// # Errors
-/// [`Code::Unsupported`] with all reasons, those of [`Q4Weight::validate`], [`Code::ShapeMismatch`] for another
-/// weight or device.
+/// [`Code::Unsupported`] with all reasons, those of [`Q4Weight::validate`], [`Code::ShapeMismatch`] for
+/// another weight or device.
 pub fn agree(w: &Q4Weight<'_>, spec: &LinearSpec, reasons: &[Reject], cx: &ExecContext<'_>) -> Result<()> {
     let differs = |what: &str, need, have| Err(Error::new(Code::ShapeMismatch, what).need(need).have(have));
     if !reasons.is_empty() {
@@ -295,8 +295,8 @@ impl<'a> RowsMut<'a> {
 }
 
 impl RowsMut<'_> {
-    /// As [`put`](Self::put) of `N` values, of which those past the last column are left out; panics outside the
-    /// view.
+    /// As [`put`](Self::put) of `N` values, of which those past the last column are left out; panics outside
+    /// the view.
     ///
     /// # Safety
     /// No other task writes these elements.

@@ -1,5 +1,5 @@
-//! The token ids of many texts, a JSON string a line on stdin and a JSON array a line on stdout, so that other
-//! tokenizers can be held against a model's.
+//! The token ids of many texts, a JSON string a line on stdin and a JSON array a line on stdout, so that
+//! other tokenizers can be held against a model's.
 //!
 //! ```console
 //! $ cargo run --release -p q4-model --example ids -- MODEL < texts.jsonl > ids.jsonl

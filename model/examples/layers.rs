@@ -1,5 +1,5 @@
-//! Every linear layer of a model, decoded to f32 and written as safetensors under the layer's name, so that other
-//! decoders can be held against q4's bit for bit. Values are not judged: scales may be anything.
+//! Every linear layer of a model, decoded to f32 and written as safetensors under the layer's name, so that
+//! other decoders can be held against q4's bit for bit. Values are not judged: scales may be anything.
 //!
 //! ```console
 //! $ cargo run --release -p q4-model --example layers -- MODEL OUT.safetensors

@@ -93,8 +93,8 @@ impl Answer {
     }
 }
 
-/// For each token: [`look`](Self::look) at its logits, [`bind`](Self::bind) them, [`take`](Self::take) what was
-/// drawn, [`spell`](Self::spell) it; [`finish`](Self::finish) at the end.
+/// For each token: [`look`](Self::look) at its logits, [`bind`](Self::bind) them, [`take`](Self::take) what
+/// was drawn, [`spell`](Self::spell) it; [`finish`](Self::finish) at the end.
 pub struct Draft<'a> {
     /// What there is of it.
     pub answer: Answer,
@@ -169,8 +169,8 @@ impl<'a> Draft<'a> {
     }
 
     /// Takes all tokens out of `logits` that the answer's form does not admit; the last thing that is done to
-    /// them before a draw, so that nothing lifts one again. False where the answer is complete: it ends without a
-    /// draw. This allocates.
+    /// them before a draw, so that nothing lifts one again. False where the answer is complete: it ends
+    /// without a draw. This allocates.
     ///
     /// # Errors
     /// As [`Matcher::mask`].

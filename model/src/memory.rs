@@ -121,7 +121,8 @@ impl MemoryPlan {
         add("weights", place, weights + pages(plan, device, weights));
         add("embedding", place, embedding.kept);
         add("head", place, own_head.kept);
-        // Of a built-in model the tables are read where they lie; of GGUF only what was taken apart is unmapped.
+        // Of a built-in model the tables are read where they lie; of GGUF only what was taken apart is
+        // unmapped.
         let is_apart = checkpoint.store().container() == Container::Gguf;
         let tables = if device == Device::Cpu && !is_apart { embedding.kept + own_head.kept } else { 0 };
         add("file", Place::Host, checkpoint.store().unmapped().saturating_sub(tables));

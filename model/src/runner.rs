@@ -234,8 +234,8 @@ impl Runner {
         id
     }
 
-    /// The same from logits that `bind` has changed in host memory, wherever they were computed; `None` where it
-    /// says that there is nothing to draw.
+    /// The same from logits that `bind` has changed in host memory, wherever they were computed; `None` where
+    /// it says that there is nothing to draw.
     ///
     /// # Errors
     /// As [`sample`](Self::sample), and those of `bind`.

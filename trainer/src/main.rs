@@ -60,8 +60,8 @@ struct Cli {
     /// Which paths may multiply by it: auto, kernel-only, kernel-or-fallback or dequant-matmul-only.
     #[arg(long, value_name = "PATH")]
     compute: Option<String>,
-    /// Start N ranks on this machine, which share every step: one a GPU with --device cuda, else one a share of
-    /// the processors. Several machines: torchrun, mpirun or srun.
+    /// Start N ranks on this machine, which share every step: one a GPU with --device cuda, else one a share
+    /// of the processors. Several machines: torchrun, mpirun or srun.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     gpus: Option<u16>,
     /// Most memory to use where the model lives, e.g. 24GiB.

@@ -1,5 +1,6 @@
-//! int4 products on packed weights, in process: codes stay 4-bit from memory to register, scales and biases on
-//! the CPU as wide as they are stored, zero points a byte; biases on the CPU alone. `q4-codebook` has the products and says how they sum.
+//! int4 products on packed weights, in process: codes stay 4-bit from memory to register, scales and biases
+//! on the CPU as wide as they are stored, zero points a byte; biases on the CPU alone. `q4-codebook` has the
+//! products and says how they sum.
 mod prepare;
 
 use q4_codebook::{Levels, OnCuda, Own, Refuse, Width, width_of};

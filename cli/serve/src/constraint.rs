@@ -63,8 +63,8 @@ impl Constraint {
         Ok(found)
     }
 
-    /// As the grammar's compiler takes it. `tools` are those that the model sees, and `several` says whether it
-    /// may call more than one.
+    /// As the grammar's compiler takes it. `tools` are those that the model sees, and `several` says whether
+    /// it may call more than one.
     pub fn over(
         &self,
         template: &ChatTemplate,

@@ -1,5 +1,5 @@
-//! `GET /openapi.json`: every route with what it takes and how it answers, for programs that write clients and
-//! tests.
+//! `GET /openapi.json`: every route with what it takes and how it answers, for programs that write clients
+//! and tests.
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
 use axum::response::Response;

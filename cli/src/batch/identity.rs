@@ -1,4 +1,5 @@
-//! What an answer is of, in 16 hexadecimal digits: a run that goes on can tell whether it would have given it.
+//! What an answer is of, in 16 hexadecimal digits: a run that goes on can tell whether it would have given
+//! it.
 use q4_core::Result;
 use q4_model::batch::Request;
 use q4_model::checkpoint::{Checkpoint, TensorStore};
@@ -10,8 +11,8 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::{iter, thread};
 
-/// Of a request: its tokens, how they are continued, the form of that and where it ends. A seed counts where it was
-/// `seeded`.
+/// Of a request: its tokens, how they are continued, the form of that and where it ends. A seed counts where
+/// it was `seeded`.
 pub fn request(request: &Request, form: Option<&(Constraint, Thoughts)>, seeded: bool) -> String {
     let Request { prompt, params, nudges, limits, .. } = request;
     let mut params = params.clone();
@@ -22,8 +23,8 @@ pub fn request(request: &Request, form: Option<&(Constraint, Thoughts)>, seeded:
     digest([format!("{prompt:?} {params:?} {nudges:?} {stops:?} {strings:?} {max} {form:?}").as_bytes()])
 }
 
-/// Of what answers: the model, by its configuration, its texts, and the type, shape and bytes of each tensor; the
-/// kernels in the plan; how the cache is kept and which instructions compute.
+/// Of what answers: the model, by its configuration, its texts, and the type, shape and bytes of each tensor;
+/// the kernels in the plan; how the cache is kept and which instructions compute.
 ///
 /// # Errors
 /// Those of reading a tensor.

@@ -1,4 +1,5 @@
-//! `q4 generate --batch`: a file of requests, many computed at once, a line an answer in the order of the file.
+//! `q4 generate --batch`: a file of requests, many computed at once, a line an answer in the order of the
+//! file.
 //!
 //! On the CPU an answer is the one that `q4 generate` gives to its request alone. A run that was cut short is
 //! taken up where its file of answers ends.

@@ -32,8 +32,8 @@ impl Params {
         Self { sampling, max_tokens }
     }
 
-    /// These with the settings of `text` over them. [`Code::Usage`] for the first that has no meaning; nothing
-    /// is set then.
+    /// These with the settings of `text` over them. [`Code::Usage`] for the first that has no meaning;
+    /// nothing is set then.
     pub fn with(&self, text: &str) -> Result<Self> {
         let Settings { wishes, max_tokens } = Settings::of(text)?;
         let sampling = wishes.upon(self.sampling.clone())?;
@@ -48,8 +48,8 @@ impl Params {
 }
 
 impl Settings {
-    /// Reads pairs of a name and a value: `temperature 0.7 top-p=0.9`. [`Code::Usage`] for the first that is no
-    /// such pair.
+    /// Reads pairs of a name and a value: `temperature 0.7 top-p=0.9`. [`Code::Usage`] for the first that is
+    /// no such pair.
     pub fn of(text: &str) -> Result<Self> {
         let mut new = Self { wishes: Wishes::default(), max_tokens: None };
         let mut words = text.split(|c: char| c.is_whitespace() || c == '=').filter(|w| !w.is_empty());

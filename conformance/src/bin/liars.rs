@@ -1,8 +1,8 @@
 //! Shows that every mutant is caught at its level and that no correct backend is accused.
 //!
-//! `liars [--json] [--seeds N] [--sample N] [--only NAME] [--record FILE]`. The exit status is 5 when a mutant
-//! slipped past or a correct backend was accused. Each is asked in a child process of this executable, and those
-//! that end, block or exhaust their process in more of them.
+//! `liars [--json] [--seeds N] [--sample N] [--only NAME] [--record FILE]`. The exit status is 5 when a
+//! mutant slipped past or a correct backend was accused. Each is asked in a child process of this executable,
+//! and those that end, block or exhaust their process in more of them.
 //!
 //! A mutant meets the case first that told it when `caught.txt` was written, and the whole of its level where
 //! there is none or that one does not tell it any more. `--record` writes that file anew.

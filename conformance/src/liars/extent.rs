@@ -1,5 +1,5 @@
-//! Mutants that are right where suites look and wrong where models are: other sizes, more rows, other threads,
-//! later calls.
+//! Mutants that are right where suites look and wrong where models are: other sizes, more rows, other
+//! threads, later calls.
 use super::Mutant;
 use super::parts::{HONEST, Parts};
 use super::situation::{Fault, Situation};

@@ -1,5 +1,5 @@
-//! Mutants about what a caller lends: element types that differ, rows that what apart in one operand and not in
-//! the other, addresses, what y held, and more scratch than was asked for.
+//! Mutants about what a caller lends: element types that differ, rows that what apart in one operand and not
+//! in the other, addresses, what y held, and more scratch than was asked for.
 use super::Mutant;
 use super::parts::{HONEST, Parts};
 use super::situation::{Fault, Situation};

@@ -1,5 +1,5 @@
-//! Mutants whose results are right and who leave the process that they are guests of another one. Each is asked
-//! in a child.
+//! Mutants whose results are right and who leave the process that they are guests of another one. Each is
+//! asked in a child.
 use super::Mutant;
 use super::parts::{HONEST, Parts};
 use crate::Level::L5;

@@ -6,8 +6,8 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-/// The system's allocator, which tells somebody of every request and of everything that is given back. Both are
-/// told bytes, as asked for, and may not use the heap.
+/// The system's allocator, which tells somebody of every request and of everything that is given back. Both
+/// are told bytes, as asked for, and may not use the heap.
 #[derive(Debug)]
 pub struct Heap {
     /// Before memory is taken.

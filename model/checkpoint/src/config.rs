@@ -88,7 +88,8 @@ impl DecoderConfig {
     /// Parses and validates.
     ///
     /// # Errors
-    /// [`Code::ConfigInvalid`](q4_core::Code::ConfigInvalid) with all problems, a line for each with field, need and have.
+    /// [`Code::ConfigInvalid`](q4_core::Code::ConfigInvalid) with all problems, a line for each with field,
+    /// need and have.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let mut f = Fields::parse("config.json", bytes)?;
         let arch = family(&mut f);

@@ -1,5 +1,5 @@
-//! GGUF files as checkpoints: their tensors under the names of Hugging Face, and the files that their metadata
-//! stand for.
+//! GGUF files as checkpoints: their tensors under the names of Hugging Face, and the files that their
+//! metadata stand for.
 //!
 //! Blocks of MXFP4, NVFP4 and Q4_0, which is int4 in groups of 32, hold codes and scales side by side and
 //! halves of a block in a byte. They are taken apart once, into the parts that those formats have elsewhere,
@@ -106,8 +106,8 @@ fn taken(name: &str, stored: &q4_gguf::Tensor<'_>) -> usize {
     }
 }
 
-/// Files that the metadata stand for, by the names they have in a directory: configuration and tokenizer, unless
-/// the caller has others.
+/// Files that the metadata stand for, by the names they have in a directory: configuration and tokenizer,
+/// unless the caller has others.
 ///
 /// # Errors
 /// [`Code::ConfigInvalid`] and [`Code::TokenizerInvalid`] for what is missing or not known.

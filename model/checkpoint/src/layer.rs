@@ -102,8 +102,8 @@ impl Layer<'_> {
     ///
     /// # Errors
     /// [`Code::SchemaInvalid`] when that is a stored one and there is none, [`Code::TensorShape`] and
-    /// [`Code::ScaleInvalid`] when it is none, [`Code::Unsupported`] for others than of a row, of 128 and stored
-    /// ones.
+    /// [`Code::ScaleInvalid`] when it is none, [`Code::Unsupported`] for others than of a row, of 128 and
+    /// stored ones.
     pub fn fp8_activations(&self) -> Result<Fp8Inputs> {
         self.fp8.clone()
     }

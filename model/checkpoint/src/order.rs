@@ -1,5 +1,5 @@
-//! Act-order: groups that are made of any in features, as GPTQ makes them when it takes those with the largest
-//! inputs first. `g_idx` says which group each is in.
+//! Act-order: groups that are made of any in features, as GPTQ makes them when it takes those with the
+//! largest inputs first. `g_idx` says which group each is in.
 //!
 //! A weight is read with its columns in the order of their groups, which makes it one like any other, and its
 //! inputs are put into that order before they are multiplied.

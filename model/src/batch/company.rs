@@ -1,9 +1,9 @@
 //! Whether a row's bits depend on its company: measured, product by product, on the model's own weights.
 //!
-//! Kernels of the CPU promise that they do not, some with exceptions (tiles of matrices add up in another order
-//! from nine rows on); dense products and the kernels of third parties promise nothing. Who serves many wants
-//! to know what holds here, so it is looked at: a row alone and among others, by every product there is. A device
-//! whose attention mixes rows by design says so, and is not looked at.
+//! Kernels of the CPU promise that they do not, some with exceptions (tiles of matrices add up in another
+//! order from nine rows on); dense products and the kernels of third parties promise nothing. Who serves many
+//! wants to know what holds here, so it is looked at: a row alone and among others, by every product there
+//! is. A device whose attention mixes rows by design says so, and is not looked at.
 use crate::load::Loaded;
 use crate::weights::Linear;
 use half::{bf16, f16};

@@ -1,8 +1,9 @@
 //! Many sequences at once over one model: a cache in pages, steps that mix chunks of prompts with decoding
 //! rows, and the order in which all of that happens.
 //!
-//! On the CPU an answer does not depend on who else is served: a row's sums have their own order, whoever shares
-//! a step, however its prompt was cut, and wherever its pages lie. [`company`] says where that does not hold.
+//! On the CPU an answer does not depend on who else is served: a row's sums have their own order, whoever
+//! shares a step, however its prompt was cut, and wherever its pages lie. [`company`] says where that does
+//! not hold.
 pub mod company;
 mod nudges;
 mod pages;
@@ -27,8 +28,8 @@ pub trait Sequences: Send {
     /// them, and keeps the logits of the rows `logits`.
     ///
     /// # Errors
-    /// `ContextFull` where a sequence lacks the pages for its rows, and those of backends and devices; nothing
-    /// is committed then.
+    /// `ContextFull` where a sequence lacks the pages for its rows, and those of backends and devices;
+    /// nothing is committed then.
     fn step(&mut self, ids: &[u32], parts: &[Part], logits: &[usize]) -> Result<()>;
     /// Logits of number `i` of the rows that the last step was asked for, `[vocab]`; waits for them. What is
     /// written to them is gone with the next call.
@@ -36,8 +37,8 @@ pub trait Sequences: Send {
     /// # Errors
     /// Those of the device.
     fn logits(&mut self, i: usize) -> Result<&mut [f32]>;
-    /// The next token by `sampler` from number `i` of them, which a penalty on `recent` changes; waits for it.
-    /// A device that does this draws what the sampler draws from the same logits.
+    /// The next token by `sampler` from number `i` of them, which a penalty on `recent` changes; waits for
+    /// it. A device that does this draws what the sampler draws from the same logits.
     ///
     /// # Errors
     /// `NonFinite` where the logits cannot be used, those of the device and of [`Sampler::sample`].

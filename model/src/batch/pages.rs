@@ -1,8 +1,8 @@
 //! Whose a page of the cache is, and what is in those that nobody has.
 //!
-//! A page whose positions are all computed is kept by its content: what lies before it, and its tokens. Whoever
-//! begins with the same tokens reads it. Tokens are compared, not their hashes alone. What nobody reads any
-//! longer stays until its page is needed, the longest unread first.
+//! A page whose positions are all computed is kept by its content: what lies before it, and its tokens.
+//! Whoever begins with the same tokens reads it. Tokens are compared, not their hashes alone. What nobody
+//! reads any longer stays until its page is needed, the longest unread first.
 use super::PAGE;
 use std::collections::{BTreeMap, HashMap};
 

@@ -1,10 +1,11 @@
 //! Who is computed in which step.
 //!
-//! Every step has one row of each sequence that decodes, and chunks of prompts in what is left of its rows, in
-//! the order in which they were admitted; beside those who decode, chunks far into a prompt are short enough that
-//! their attention costs no more than the products of a whole step. A request is admitted when the cache has pages for all of its prompt;
-//! where decoding needs a page and there is none, the sequence that was admitted last gives its own back and
-//! waits at the front: it is computed again, with the same bits, and goes on where it was.
+//! Every step has one row of each sequence that decodes, and chunks of prompts in what is left of its rows,
+//! in the order in which they were admitted; beside those who decode, chunks far into a prompt are short
+//! enough that their attention costs no more than the products of a whole step. A request is admitted when
+//! the cache has pages for all of its prompt; where decoding needs a page and there is none, the sequence
+//! that was admitted last gives its own back and waits at the front: it is computed again, with the same
+//! bits, and goes on where it was.
 use super::nudges::Nudging;
 use super::pages::{Chain, Pages};
 use super::{Event, PAGE, Part, Request, Sequences, Sink, Weighed, finite};

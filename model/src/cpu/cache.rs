@@ -47,8 +47,8 @@ impl KvShape {
     }
 }
 
-/// Keys and values of several sequences, in [pages](Places) of positions: `[page][layer][k or v][kv head]`, of
-/// values `[position][head_dim]`, of keys blocks of 16 positions, `[block][head_dim][16]`.
+/// Keys and values of several sequences, in [pages](Places) of positions: `[page][layer][k or v][kv head]`,
+/// of values `[position][head_dim]`, of keys blocks of 16 positions, `[block][head_dim][16]`.
 pub struct KvCache {
     store: Store,
     shape: KvShape,

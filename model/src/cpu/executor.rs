@@ -386,8 +386,8 @@ impl CpuExecutor {
     }
 }
 
-/// Rows of x, `k` elements each, in the order of a weight's columns: copies, so that a row's bits are its own.
-/// `to` has room for them at its start, aligned.
+/// Rows of x, `k` elements each, in the order of a weight's columns: copies, so that a row's bits are its
+/// own. `to` has room for them at its start, aligned.
 fn gather<'a>(
     order: &Inputs,
     x: &[f32],

@@ -30,8 +30,8 @@ pub fn scores<T: Widen, const N: usize>(
 }
 
 /// `out[i][j] = scales[i] * (s + Σ_p weights[i][p] * values[p][j])`, each over the positions it has weights
-/// for; s is `out[i][j]` where `goes_on`, else 0. A sum over positions that lie in several places goes on with
-/// scales of 1 until the last, and has the bits it would have had in one.
+/// for; s is `out[i][j]` where `goes_on`, else 0. A sum over positions that lie in several places goes on
+/// with scales of 1 until the last, and has the bits it would have had in one.
 pub fn weighted<T: Widen, const N: usize>(
     v: Vectors,
     weights: [&[f32]; N],

@@ -1,4 +1,5 @@
-//! Several sequences on the device: one cache in pages, steps with rows of many, tokens chosen and drawn there.
+//! Several sequences on the device: one cache in pages, steps with rows of many, tokens chosen and drawn
+//! there.
 //!
 //! A step takes one copy of small numbers along (ids, positions, page numbers) and hands tokens over; logits
 //! leave the device where somebody asks for them. Rows that are a sequence's only one come first: all of them

@@ -1,12 +1,13 @@
 //! Answers that keep to a form: JSON of a schema, text of a pattern or a grammar, calls of tools.
 //!
 //! A [`Constraint`] says what is asked. [`Grammars`] compiles it, once a request, into a [`Grammar`], whose
-//! [`Matcher`] says before each draw which tokens may come: no other token is drawn, so an answer cannot leave
-//! its form, and it ends where the form may end and nowhere else. An answer that is cut, by a number of tokens
-//! or a stop string, is the beginning of one that keeps to it.
+//! [`Matcher`] says before each draw which tokens may come: no other token is drawn, so an answer cannot
+//! leave its form, and it ends where the form may end and nowhere else. An answer that is cut, by a number of
+//! tokens or a stop string, is the beginning of one that keeps to it.
 //!
 //! Schemas, patterns and grammars are untrusted: what compiles is bounded in size, work and depth, and so is
-//! every mask. What a schema says and nobody here can keep to is refused by name; nothing of it is passed over.
+//! every mask. What a schema says and nobody here can keep to is refused by name; nothing of it is passed
+//! over.
 mod calls;
 mod compile;
 mod lexicon;
@@ -115,8 +116,8 @@ impl Thoughts {
     }
 }
 
-/// Compiles constraints for one tokenizer. What that takes of the tokenizer, some ten MB and half a second for
-/// 150 000 tokens, is made when it is first asked for.
+/// Compiles constraints for one tokenizer. What that takes of the tokenizer, some ten MB and half a second
+/// for 150 000 tokens, is made when it is first asked for.
 #[derive(Default)]
 pub struct Grammars {
     lexicon: OnceCell<Lexicon>,
@@ -127,8 +128,8 @@ impl Grammars {
     ///
     /// # Errors
     /// [`Code::Usage`](q4_core::Code::Usage) for what is damaged, too large, contradicts itself or asks for
-    /// what nobody here can keep to; [`Code::Unsupported`](q4_core::Code::Unsupported) where the tokens of the
-    /// vocabulary are no bytes.
+    /// what nobody here can keep to; [`Code::Unsupported`](q4_core::Code::Unsupported) where the tokens of
+    /// the vocabulary are no bytes.
     pub fn compile(
         &self,
         tokenizer: &Tokenizer,

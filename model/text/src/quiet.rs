@@ -35,7 +35,8 @@ pub(crate) fn quietly<T>(f: impl FnOnce() -> T) -> Result<T, String> {
 }
 
 /// Runs `work` on a stack of its own that nothing of a bounded size exhausts, for what recurses over foreign
-/// texts and is freed recursively. `what` names it in errors; a panic becomes what `failed` makes of its message.
+/// texts and is freed recursively. `what` names it in errors; a panic becomes what `failed` makes of its
+/// message.
 pub(crate) fn deeply<T: Send>(
     what: &str,
     failed: impl Fn(String) -> Error + Sync,

@@ -1,8 +1,8 @@
 //! Rows of logits, looked at as a whole: as many values at once as the processor likes, since a vocabulary is
 //! long and every token of every answer looks.
 //!
-//! Loops that may end early or that carry an index are not made into vectors by compilers; these have neither,
-//! block by block, and look closer at one block.
+//! Loops that may end early or that carry an index are not made into vectors by compilers; these have
+//! neither, block by block, and look closer at one block.
 
 /// Values that are looked at before anything is decided: a piece of the first cache.
 const BLOCK: usize = 2048;

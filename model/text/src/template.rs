@@ -207,8 +207,8 @@ fn syntax() -> Result<SyntaxConfig> {
     builder.build().map_err(|e| failed(&e))
 }
 
-/// Runs `work` on a stack that no accepted template can exhaust, for deep syntax trees are freed recursively; a
-/// panic becomes an error.
+/// Runs `work` on a stack that no accepted template can exhaust, for deep syntax trees are freed recursively;
+/// a panic becomes an error.
 fn bounded<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     deeply(NAME, |panic| invalid("the engine failed").have(panic), work)
 }

@@ -124,8 +124,8 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
-    /// The bytes a token of a byte-level vocabulary stands for, which may be half a character; `None` for other
-    /// vocabularies, whose tokens are no bytes.
+    /// The bytes a token of a byte-level vocabulary stands for, which may be half a character; `None` for
+    /// other vocabularies, whose tokens are no bytes.
     pub fn bytes_of(&self, id: u32) -> Option<&[u8]> {
         self.bytes.as_ref().map(|table| table.of(id))
     }

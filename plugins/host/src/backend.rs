@@ -198,9 +198,9 @@ pub(crate) fn strangers(name: &str) -> Error {
         .have("one of another backend")
 }
 
-/// A product as the library of that name is asked about it. Refused without asking: a device of somebody else,
-/// or one that is not there; and what no library can do, whatever it says: no processor multiplies 4-bit
-/// operands, and the bound of that path is the widest.
+/// A product as the library of that name is asked about it. Refused without asking: a device of somebody
+/// else, or one that is not there; and what no library can do, whatever it says: no processor multiplies
+/// 4-bit operands, and the bound of that path is the widest.
 pub(crate) fn question<'a>(
     spec: &'a LinearSpec,
     path: ExecPath,

@@ -362,7 +362,8 @@ section!(
 section!(
     /// `[export]`
     ExportConfig {
-        /// Folder of the finished model, one in it for each layout, relative to where you stand; absent: none.
+        /// Folder of the finished model, one in it for each layout, relative to where you stand; absent:
+        /// none.
         #[serde(skip_serializing_if = "Option::is_none")]
         dir: Option<PathBuf> = None,
         /// Which step; `auto`: the best after early stopping, else the last. The best is in checkpoint.dir.

@@ -1,5 +1,5 @@
-//! Small talk: who the model is and who is asking, what people type first, a few facts, small sums, and what it
-//! does not know.
+//! Small talk: who the model is and who is asking, what people type first, a few facts, small sums, and what
+//! it does not know.
 use super::words::{Lang, WORDS, parsed, word};
 use super::{Dice, Document, unknown};
 use q4_model::template::Message;

@@ -73,8 +73,8 @@ pub struct TorchCache {
     /// `[tokens, 1, head_dim / 2]`, f32.
     cos: Tensor,
     sin: Tensor,
-    /// Keys and values: of the layer at work, `[tokens, kv_heads, head_dim]`, or when decoding of every layer,
-    /// `[1, kv_heads, past + tokens, head_dim]`.
+    /// Keys and values: of the layer at work, `[tokens, kv_heads, head_dim]`, or when decoding of every
+    /// layer, `[1, kv_heads, past + tokens, head_dim]`.
     layers: Vec<Option<(Tensor, Tensor)>>,
 }
 
@@ -134,8 +134,8 @@ impl TorchExecutor {
         }
     }
 
-    /// For the sequences of `groups`, one behind the other. `positions` rotate; tokens see only earlier ones of
-    /// their sequence.
+    /// For the sequences of `groups`, one behind the other. `positions` rotate; tokens see only earlier ones
+    /// of their sequence.
     pub fn batch(&self, groups: &[Group], positions: &[i64]) -> Result<TorchCache> {
         let tokens: usize = groups.iter().map(|g| g.count * g.len).sum();
         if tokens != positions.len() {

@@ -114,8 +114,8 @@ impl Kernels {
         optim::adamw(hyper, &t.layout, master, grad, slice_mut(&t.state, Kind::Uint8)?, rng, &self.pool)
     }
 
-    /// The summands of [`sum_of_squares`](Self::sum_of_squares), f64 where the gradients are: of each as many as
-    /// [`Self::summands`] says, in their order. Waits for nothing.
+    /// The summands of [`sum_of_squares`](Self::sum_of_squares), f64 where the gradients are: of each as many
+    /// as [`Self::summands`] says, in their order. Waits for nothing.
     pub fn squares<'a>(&self, grads: impl Iterator<Item = &'a Tensor>) -> Result<Tensor> {
         let grads: Vec<Tensor> = grads.map(|g| g.f_contiguous().t()).collect::<Result<_>>()?;
         let Some(cuda) = &self.cuda else {

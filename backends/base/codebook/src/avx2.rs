@@ -1,5 +1,5 @@
-//! The sums in AVX2: values of codes are put together from their bytes ([`q4_simd::planes`]), and the sums of a
-//! block, the registers' worth of few rows, are finished before those of the next.
+//! The sums in AVX2: values of codes are put together from their bytes ([`q4_simd::planes`]), and the sums of
+//! a block, the registers' worth of few rows, are finished before those of the next.
 use crate::encoding::{Encoding, Offset, share};
 use crate::layout::{CODES, LANES};
 use crate::many::MOST_ROWS;
@@ -216,8 +216,8 @@ impl<const B: usize> Parts<B> {
         }
     }
 
-    /// Values of the codes in one half of every byte, of eight lanes and of the other eight: scaled where each
-    /// has its minimum.
+    /// Values of the codes in one half of every byte, of eight lanes and of the other eight: scaled where
+    /// each has its minimum.
     #[inline(always)]
     unsafe fn four<E: Encoding, const ODD: usize>(&self, group: &Group<Avx2>) -> [[__m256; 4]; 2] {
         // SAFETY: the trait's contract.

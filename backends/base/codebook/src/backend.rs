@@ -134,8 +134,8 @@ impl Place<'_> {
         }
     }
 
-    /// Packs what the kernels of the CPU alone take: what codes are worth, what scales are kept in, and for how
-    /// many elements each.
+    /// Packs what the kernels of the CPU alone take: what codes are worth, what scales are kept in, and for
+    /// how many elements each.
     ///
     /// # Errors
     /// [`Code::Unsupported`] elsewhere, and memory that cannot be had.

@@ -4,13 +4,13 @@
 //!
 //! Sixteen output rows are interleaved so that a lane is an output row and no horizontal sum is needed.
 //! Arithmetic, which is part of the numerics: `y = Σ_blocks scale · Σ_k (values[code] - zero) · x` in f32,
-//! where few formats have a zero point and the difference is exact. Where groups have minima, or biases, the sum is
-//! `Σ_blocks Σ_k (values[code] · scale - minimum) · x`, of values rounded as the format says. The inner sum
-//! runs over at most 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds those
-//! in order of k. The order depends on k alone, so neither the number of rows in a call nor the number of
-//! threads changes a bit. `int8` activations are rounded to int8 with an f32 scale per 16, and `q · scale`,
-//! rounded to f32, takes the place of x; but where codes are integers, or halves of them, the products of
-//! each 16 are summed exactly, and these sums are scaled.
+//! where few formats have a zero point and the difference is exact. Where groups have minima, or biases, the
+//! sum is `Σ_blocks Σ_k (values[code] · scale - minimum) · x`, of values rounded as the format says. The
+//! inner sum runs over at most 64 of k in two chains (even and odd k) and is scaled once; the outer sum adds
+//! those in order of k. The order depends on k alone, so neither the number of rows in a call nor the number
+//! of threads changes a bit. `int8` activations are rounded to int8 with an f32 scale per 16, and `q ·
+//! scale`, rounded to f32, takes the place of x; but where codes are integers, or halves of them, the
+//! products of each 16 are summed exactly, and these sums are scaled.
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 mod backend;

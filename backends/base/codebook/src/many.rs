@@ -61,8 +61,8 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
             let fetch = |chain: usize, r: usize, part: *mut f32| {
                 let row = x.row(r0 + r).as_ptr().wrapping_add(chain * len);
                 for i in (0..len).step_by(LANES) {
-                    // SAFETY: x has k columns, a part has room for MOST_ROWS chains; a prefetch of any address is
-                    // harmless.
+                    // SAFETY: x has k columns, a part has room for MOST_ROWS chains; a prefetch of any
+                    // address is harmless.
                     unsafe {
                         L::prefetch(row.wrapping_add(len + i));
                         L::store(L::load(row.add(i)), part.add(r * len + i));

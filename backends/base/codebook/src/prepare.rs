@@ -163,8 +163,8 @@ struct Quad<'a> {
 }
 
 /// Repacks the segments of a weight with `k` in features and scales, `kept` so, for `block` elements of them.
-/// Rows past the last take a code of zero and a scale of zero bytes, whatever these mean: what is computed with them is
-/// not kept.
+/// Rows past the last take a code of zero and a scale of zero bytes, whatever these mean: what is computed
+/// with them is not kept.
 ///
 /// # Errors
 /// [`Code::OutOfMemory`](q4_core::Code::OutOfMemory).

@@ -110,15 +110,15 @@ impl Codes {
 pub(crate) trait Lanes: Vector + Sized {
     /// Accumulators of a [`chain`](Self::chain) that fit into the registers.
     const ACCUMULATORS: usize = Self::SUMS;
-    /// Rows of x whose sums are kept while weights pass by, a multiple of 4 and at most [`MOST_ROWS`](crate::many::MOST_ROWS): with two
-    /// parts of x and two tiles 38 KiB.
+    /// Rows of x whose sums are kept while weights pass by, a multiple of 4 and at most
+    /// [`MOST_ROWS`](crate::many::MOST_ROWS): with two parts of x and two tiles 38 KiB.
     const MANY: usize = 40;
     /// Rows of one [`tile`](Self::tile) at most: 1, 2, 4 or 6.
     const TILE_ROWS: usize = Self::ROWS;
     /// What [`upper`](Self::upper) has more than upper bits are worth, and the lower ones less.
     const LIFT: f32 = 0.0;
-    /// Blocks (1 or 2) of one [`tile`](Self::tile) with up to `TILE_ROWS` input rows, which has two accumulators
-    /// for each pair of them.
+    /// Blocks (1 or 2) of one [`tile`](Self::tile) with up to `TILE_ROWS` input rows, which has two
+    /// accumulators for each pair of them.
     const BLOCKS: usize = 1;
 
     /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x`
@@ -136,8 +136,8 @@ pub(crate) trait Lanes: Vector + Sized {
         unsafe { chain::<Self, E, B, M>(tables, groups, codes, count, x, word) }
     }
 
-    /// What upper bits are worth, those under `mask` from bit `at` on in each word of nibbles, or, from a table
-    /// of nibble `j`.
+    /// What upper bits are worth, those under `mask` from bit `at` on in each word of nibbles, or, from a
+    /// table of nibble `j`.
     #[inline(always)]
     unsafe fn upper(table: Self::Table, words: Self::Words, j: i32, at: i32, mask: i32) -> Self::F {
         let _ = (at, mask);
@@ -251,7 +251,8 @@ impl Lanes for Avx512 {
     const BLOCKS: usize = 2;
     const LIFT: f32 = 8_388_608.0;
 
-    /// The bits are made those of 2^23 and 16 times what they are: permutations are what there are too many of.
+    /// The bits are made those of 2^23 and 16 times what they are: permutations are what there are too many
+    /// of.
     #[inline(always)]
     unsafe fn upper(_: Self::Table, words: Self::Words, _: i32, at: i32, mask: i32) -> Self::F {
         use std::arch::x86_64::*;

@@ -1,5 +1,5 @@
-//! Launches of products of a few rows with packed weights (`few.cuh`): which kernel, how many blocks, how much
-//! shared memory.
+//! Launches of products of a few rows with packed weights (`few.cuh`): which kernel, how many blocks, how
+//! much shared memory.
 use crate::{Gpu, Kernel, Kernels, Launch, Matrix, Mirror, mirror};
 use Width::{Few, FewSplit, One, Wide, WideSplit};
 use q4_core::Result;
@@ -13,8 +13,8 @@ pub const UNIT: usize = 1152;
 const THREADS: usize = 512;
 const WARPS: usize = THREADS / 32;
 
-/// The kernels there may be, by the rows they take. Those that split are of clusters of blocks, which share row
-/// groups and divide k: where the rows of x are too much for one.
+/// The kernels there may be, by the rows they take. Those that split are of clusters of blocks, which share
+/// row groups and divide k: where the rows of x are too much for one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Width {
     /// One.
@@ -69,8 +69,8 @@ pub struct Chip {
 }
 
 impl Chip {
-    /// Bytes of shared memory of which no two blocks have room on a multiprocessor: one that the kernel before
-    /// leaves early would get two blocks, and the launch take twice as long.
+    /// Bytes of shared memory of which no two blocks have room on a multiprocessor: one that the kernel
+    /// before leaves early would get two blocks, and the launch take twice as long.
     pub fn alone(&self) -> usize {
         self.shared / 2 + 2048
     }

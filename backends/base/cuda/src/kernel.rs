@@ -214,8 +214,8 @@ impl<A: Mirror> Kernel<A> {
         };
         self.module.gpu.launched(&self.name, how.grid, how.block);
         let mut at = addresses(&args);
-        // SAFETY: by contract; the configuration and the arguments outlive the call, and are as many and as large
-        // as the kernel's parameters.
+        // SAFETY: by contract; the configuration and the arguments outlive the call, and are as many and as
+        // large as the kernel's parameters.
         let status =
             unsafe { driver::cuLaunchKernelEx(&config, self.raw, at.as_mut_ptr(), std::ptr::null_mut()) };
         if status == driver::CUresult::CUDA_SUCCESS {

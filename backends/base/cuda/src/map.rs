@@ -36,16 +36,16 @@ impl TensorMap {
         Self::encode(data, kind, [cols, rows], [ld * size], [width, height], swizzle(width * size), &what)
     }
 
-    /// Bytes `[rows, cols]` side by side at `data`, `cols` a multiple of 16; boxes of `height` rows by `width`,
-    /// which is 32, 64 or 128.
+    /// Bytes `[rows, cols]` side by side at `data`, `cols` a multiple of 16; boxes of `height` rows by
+    /// `width`, which is 32, 64 or 128.
     pub fn of_bytes(data: u64, [rows, cols]: [usize; 2], [height, width]: [usize; 2]) -> Result<Self> {
         let kind = driver::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_UINT8;
         let what = format!("a map of [{rows}, {cols}] bytes in boxes of {height} by {width}");
         Self::encode(data, kind, [cols, rows], [cols], [width, height], swizzle(width), &what)
     }
 
-    /// Words of eight bytes: the innermost side by side at `data`, and for every other axis the bytes from one
-    /// of it to the next, which are multiples of 16; boxes of as many of each (at most 256). Nothing is
+    /// Words of eight bytes: the innermost side by side at `data`, and for every other axis the bytes from
+    /// one of it to the next, which are multiples of 16; boxes of as many of each (at most 256). Nothing is
     /// swizzled.
     pub fn of_axes<const N: usize, const STRIDES: usize>(
         data: u64,

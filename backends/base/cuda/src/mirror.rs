@@ -8,7 +8,8 @@ use std::ffi::c_void;
 /// kernel takes, the fields are its parameters.
 ///
 /// # Safety
-/// `FIELDS` are all fields of a `repr(C)` struct in order; what is none has the size and alignment of `TYPES`.
+/// `FIELDS` are all fields of a `repr(C)` struct in order; what is none has the size and alignment of
+/// `TYPES`.
 pub unsafe trait Mirror: Copy {
     /// What the text may call it; `*` is any pointer.
     const TYPES: &'static [&'static str] = &[];
@@ -84,8 +85,8 @@ pub fn addresses<A: Mirror>(args: &A) -> [*mut c_void; MOST] {
 }
 
 impl Source {
-    /// Fails unless `kernel` takes the fields of `A`, of these names and types and in this order. Where macros
-    /// declare kernels, one that may be it has to.
+    /// Fails unless `kernel` takes the fields of `A`, of these names and types and in this order. Where
+    /// macros declare kernels, one that may be it has to.
     pub fn takes<A: Mirror>(&self, kernel: &str) -> Result<()> {
         let text = self.whole();
         let all: Vec<_> = parameters(&text, kernel).collect();

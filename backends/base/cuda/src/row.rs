@@ -24,8 +24,8 @@ impl RowWidth {
 }
 
 impl FewRows {
-    /// A launch for one row of x of a type (with a norm of that behind it), one part of bf16; `None` unless it
-    /// can be staged at once. `narrow`: there is [`RowWidth::Narrow`].
+    /// A launch for one row of x of a type (with a norm of that behind it), one part of bf16; `None` unless
+    /// it can be staged at once. `narrow`: there is [`RowWidth::Narrow`].
     pub fn row(&self, norm: bool, x: DType, narrow: bool) -> Option<(RowWidth, FewPlan)> {
         let staged = self.k <= LONGEST[usize::from(!norm)] && (norm || x != DType::F32);
         if self.parts[0] != 1 || !staged {

@@ -247,7 +247,8 @@ impl RowKernels {
         Ok(())
     }
 
-    /// The address of the per-tensor scale that `act` asks for, 0 where it asks for none: `at`, where it is put.
+    /// The address of the per-tensor scale that `act` asks for, 0 where it asks for none: `at`, where it is
+    /// put.
     ///
     /// # Safety
     /// x and `at` are device memory.

@@ -52,8 +52,8 @@ pub const ANCHOR: f32 = 12_582_912.0;
 /// Most activation rows that run against one decoded tile, of any kernel.
 pub const MOST_ROWS: usize = 128;
 /// Those of most kernels: the cost of decoding is spread over them while they and their sums stay in the
-/// first-level cache. With int8 rows and k = 1024, 64 were 5 % faster than 128 on an Intel Xeon, and 1 % slower
-/// on an AMD Zen 5.
+/// first-level cache. With int8 rows and k = 1024, 64 were 5 % faster than 128 on an Intel Xeon, and 1 %
+/// slower on an AMD Zen 5.
 pub const PANEL_ROWS: usize = 64;
 /// 2^8: what is missing in the scales of the kernels.
 pub const SCALE_FACTOR: f64 = 256.0;
@@ -76,9 +76,9 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// Bytes from tile `t` of a row block to what is read [`TILES_AHEAD`] tiles later in the same place, where
-    /// `streams` row blocks are read at once: behind its end the neighbour of the last of them follows. Gate and
-    /// up are no neighbours, and each goes on in its own.
+    /// Bytes from tile `t` of a row block to what is read [`TILES_AHEAD`] tiles later in the same place,
+    /// where `streams` row blocks are read at once: behind its end the neighbour of the last of them follows.
+    /// Gate and up are no neighbours, and each goes on in its own.
     #[inline(always)]
     pub fn ahead(&self, t: usize, streams: usize) -> usize {
         let tiles = self.groups.div_ceil(GROUPS);
@@ -245,8 +245,8 @@ pub struct Product<X, T> {
     pub unpack: unsafe fn(tile: *const u8, ahead: usize, out: *mut T),
     /// For any number of rows.
     pub panel: PanelFn<X, T>,
-    /// To the order in which these read the codes of a tile, if it is their own. [`Kernels::decode`] wants the
-    /// common one.
+    /// To the order in which these read the codes of a tile, if it is their own. [`Kernels::decode`] wants
+    /// the common one.
     pub reorder: Option<ReorderFn>,
 }
 

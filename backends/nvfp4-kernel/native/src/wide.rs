@@ -59,8 +59,8 @@ pub fn workspace(isa: Isa, activations: &Activations, k: usize, m: u64) -> Optio
         Activations::Native => false,
         Activations::Nvfp4(_) => true,
         // Their scales have 24 bits: the dots of the vector units are exact and cost less than three
-        // products. Dots of bytes on the unit are no faster than those: every 16 of k have a scale, so all sums
-        // of 16 pass through memory (60 products a cycle of a Xeon, where VNNI has 55).
+        // products. Dots of bytes on the unit are no faster than those: every 16 of k have a scale, so all
+        // sums of 16 pass through memory (60 products a cycle of a Xeon, where VNNI has 55).
         Activations::Int8 | Activations::Fp8(_) => return Some(0),
     };
     if !takes(isa, m) {

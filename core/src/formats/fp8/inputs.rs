@@ -27,8 +27,8 @@ pub fn round_row(x: &mut [f32], inputs: Fp8Inputs) -> Result<()> {
 }
 
 /// Replaces elements that share a scale by the values of their codes, and returns the scale: what is stored,
-/// or `amax / 448`. Beyond the range of a stored scale codes are 448. Where a dynamic one is zero, for an amax
-/// below 3.1e-43, codes are zero.
+/// or `amax / 448`. Beyond the range of a stored scale codes are 448. Where a dynamic one is zero, for an
+/// amax below 3.1e-43, codes are zero.
 ///
 /// # Errors
 /// [`Code::ValueInvalid`](crate::Code::ValueInvalid) if an element is NaN or infinite.

@@ -133,7 +133,8 @@ fn tag(name: &str) -> Result<&str> {
     }
 }
 
-/// The rules of a parameter's value and of the tag that ends it. Texts stand there as they are, all else as JSON.
+/// The rules of a parameter's value and of the tag that ends it. Texts stand there as they are, all else as
+/// JSON.
 fn value_rule(
     source: &mut Source,
     rule: &str,

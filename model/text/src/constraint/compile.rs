@@ -20,8 +20,8 @@ pub struct Grammar {
 }
 
 impl Grammar {
-    /// At the beginning of an answer. What one matcher learns of the grammar the others do not know, so that none
-    /// depends on its company.
+    /// At the beginning of an answer. What one matcher learns of the grammar the others do not know, so that
+    /// none depends on its company.
     pub fn matcher(&self) -> Matcher {
         let parser = self.compiled.lock().unwrap_or_else(PoisonError::into_inner).deep_clone();
         Matcher::new(parser, self.marks.clone(), self.thoughts, self.name)

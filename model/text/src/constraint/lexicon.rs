@@ -8,8 +8,8 @@ use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokRxInfo, T
 use q4_core::{Code, Error, Result};
 use std::sync::Arc;
 
-/// What one grammar may take. Compiling takes less than a second of a core and a mask less than 50 ms where all of
-/// it is used, an automaton some 2 kB a state.
+/// What one grammar may take. Compiling takes less than a second of a core and a mask less than 50 ms where
+/// all of it is used, an automaton some 2 kB a state.
 fn limits() -> ParserLimits {
     ParserLimits {
         // What an ambiguous grammar costs grows with its cube: 2000 of them take seconds a token.
@@ -71,8 +71,8 @@ impl Lexicon {
         deeply("token tree", failed, || {
             let words = words(tokenizer);
             let marks = Arc::new(Marks::of(&words));
-            // The library wants a token for the end. It gets one that nobody has: which tokens end an answer is
-            // the request's business.
+            // The library wants a token for the end. It gets one that nobody has: which tokens end an answer
+            // is the request's business.
             let size = words.len() as u32;
             let trie = TokTrie::from(&TokRxInfo::new(size, size - 1), &words);
             let env = Arc::new(ApproximateTokEnv::new(trie));
@@ -86,8 +86,8 @@ impl Lexicon {
     }
 }
 
-/// The bytes of each token as text, and one more token that has none. Tokens that steer are marked as the library
-/// wants it, so that a grammar of Lark can name them.
+/// The bytes of each token as text, and one more token that has none. Tokens that steer are marked as the
+/// library wants it, so that a grammar of Lark can name them.
 fn words(tokenizer: &Tokenizer) -> Vec<Vec<u8>> {
     let word = |id: u32| match tokenizer.bytes_of(id) {
         Some(_) if tokenizer.is_special(id) => {

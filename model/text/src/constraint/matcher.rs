@@ -57,9 +57,9 @@ impl Matcher {
         self.next().map(drop)
     }
 
-    /// Takes every token its chance that may not come: its logit becomes -inf. `logits`, `[vocab]`, may have rows
-    /// that no token has. Tokens of `ends` may come where the form may end and nowhere else. False where nothing
-    /// but the end is left: the answer is complete.
+    /// Takes every token its chance that may not come: its logit becomes -inf. `logits`, `[vocab]`, may have
+    /// rows that no token has. Tokens of `ends` may come where the form may end and nowhere else. False where
+    /// nothing but the end is left: the answer is complete.
     ///
     /// # Errors
     /// [`Code::Usage`] where the form takes more work than a step may, or goes nowhere from here.
@@ -152,8 +152,8 @@ impl Matcher {
         Ok(next)
     }
 
-    /// Thoughts end with `</think>` and newlines, never inside of a token that goes on: what follows would have
-    /// been drawn without the form.
+    /// Thoughts end with `</think>` and newlines, never inside of a token that goes on: what follows would
+    /// have been drawn without the form.
     fn forbid_leaving(&self, tail: &[u8], logits: &mut [f32]) {
         let Ok(env) = self.inner.tok_env() else { return };
         let trie = env.tok_trie();

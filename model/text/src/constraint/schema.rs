@@ -1,12 +1,12 @@
-//! A JSON schema before it is compiled: what it asks for that would be passed over is refused, and white space
-//! has an end.
+//! A JSON schema before it is compiled: what it asks for that would be passed over is refused, and white
+//! space has an end.
 use super::words::{SCHEMA_LIMIT, within};
 use llguidance::JsonCompileOptions;
 use q4_core::{Code, Error, Result};
 use serde_json::{Map, Value};
 
-/// Between the parts of a document: a blank, or a new line and its indentation. A model that likes white space
-/// would go on with it for ever.
+/// Between the parts of a document: a blank, or a new line and its indentation. A model that likes white
+/// space would go on with it for ever.
 const WHITE: &str = r"[ ]|\n[ ]{0,32}|\n\t{0,16}";
 /// How deep a schema may nest.
 const DEPTH: usize = 64;
@@ -56,7 +56,8 @@ fn look(schema: &Value, depth: usize) -> Result<()> {
     }
 }
 
-/// Refuses a range that leaves out its whole-numbered end and is narrower than one: the library lets that end in.
+/// Refuses a range that leaves out its whole-numbered end and is narrower than one: the library lets that end
+/// in.
 fn narrow(fields: &Map<String, Value>) -> Result<()> {
     let bound = |name: &str| fields.get(name).and_then(Value::as_f64);
     let most = [bound("maximum"), bound("exclusiveMaximum")];
@@ -86,8 +87,8 @@ fn is_composed(schema: &Value) -> bool {
     }
 }
 
-/// An object whose properties are named has no others, unless its schema speaks of them: what is left out would
-/// admit everything, and a model that may go on with properties of its own does.
+/// An object whose properties are named has no others, unless its schema speaks of them: what is left out
+/// would admit everything, and a model that may go on with properties of its own does.
 fn close(schema: &mut Value) {
     let Value::Object(fields) = schema else { return };
     if names_all(fields) {

@@ -1,5 +1,6 @@
-//! The same products on a CUDA device. A weight is packed on the host and lives on the device; a call enqueues one kernel on the
-//! stream it is given, and neither waits nor allocates. The caller's current context is current again when a call returns.
+//! The same products on a CUDA device. A weight is packed on the host and lives on the device; a call
+//! enqueues one kernel on the stream it is given, and neither waits nor allocates. The caller's current
+//! context is current again when a call returns.
 //!
 //! CUDA is opened at run time: what is missing is a reason in the verdict, and the library loads without it.
 use crate::pack::{GROUP, each_block, globals};
@@ -65,7 +66,8 @@ fn libraries() -> &'static Result<Vec<i32>, Reject> {
     FOUND.get_or_init(|| {
         let absent = |have: String| Reject::new(RejectCode::DeviceAbsent, "a CUDA driver", have);
         let no_compiler = |have| Reject::new(RejectCode::LibraryMissing, "NVRTC, CUDA's compiler", have);
-        // SAFETY: libraries of the vendor are opened; out pointers are valid and the list has the length that was asked for.
+        // SAFETY: libraries of the vendor are opened; out pointers are valid and the list has the length that
+        // was asked for.
         unsafe {
             // Asked first: a call into a library that is not there panics.
             if !sys::is_culib_present() {
@@ -303,7 +305,8 @@ impl Weight {
             divides: u32::from(divides),
         };
         let weight = Self { gpu, memory, packed, info, x: spec.x, y: spec.y, max_m: spec.max_m };
-        // SAFETY: as many bytes as were allocated. The copy may be under way when the first call returns, hence the second.
+        // SAFETY: as many bytes as were allocated. The copy may be under way when the first call returns,
+        // hence the second.
         unsafe {
             result::memcpy_htod_sync(memory, &bytes).map_err(failed("cuMemcpyHtoD"))?;
             result::stream::synchronize(result::stream::null()).map_err(failed("cuStreamSynchronize"))?;
@@ -326,7 +329,8 @@ impl Weight {
 impl Drop for Weight {
     fn drop(&mut self) {
         if let Ok(_current) = Current::push(self.gpu.context) {
-            // SAFETY: allocated by `new`, freed once; the driver waits for work that uses it. A lost device has nothing to free.
+            // SAFETY: allocated by `new`, freed once; the driver waits for work that uses it. A lost device
+            // has nothing to free.
             let _ = unsafe { result::free_sync(self.memory) };
         }
     }
@@ -352,7 +356,8 @@ impl PreparedWeight for Weight {
         let (kernel, rows, columns) =
             if m < 4 { (self.gpu.forward_few, 1, 8) } else { (self.gpu.forward_many, 8, 32) };
         let grid = (self.info.n.div_ceil(columns), m.div_ceil(rows));
-        // SAFETY: operands of the shapes and types checked above, good until the caller's stream has run the kernel.
+        // SAFETY: operands of the shapes and types checked above, good until the caller's stream has run the
+        // kernel.
         unsafe { self.gpu.launch(kernel, grid, cx, args) }
     }
 

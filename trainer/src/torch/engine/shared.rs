@@ -210,8 +210,8 @@ impl Engine {
         }
     }
 
-    /// Moves what waited for its norm, where blocks move in the backward pass; and adds the gradients that have
-    /// arrived to those before them, whose norm is then asked for.
+    /// Moves what waited for its norm, where blocks move in the backward pass; and adds the gradients that
+    /// have arrived to those before them, whose norm is then asked for.
     fn go_on(&mut self, sink: &mut Sink<'_>) -> Result<bool> {
         let Some(team) = self.team.clone() else { return Ok(true) };
         if let Some(judged) = sink.way.squares.take()

@@ -26,8 +26,8 @@ mod watch;
 
 /// What a step needs of a library of collectives, where the model lives.
 trait Collectives {
-    /// Sends and takes tensors, both in the order of ranks, this one not among them: what one rank gives another
-    /// in this order, that one takes in the same. They are on their way when this returns.
+    /// Sends and takes tensors, both in the order of ranks, this one not among them: what one rank gives
+    /// another in this order, that one takes in the same. They are on their way when this returns.
     fn exchange(&self, give: Vec<(usize, Tensor)>, take: &[Piece]) -> Result<Pending>;
     /// f64 of every rank, as many of each.
     fn gather(&self, mine: &Tensor) -> Result<Numbers>;

@@ -145,7 +145,8 @@ impl Collectives for Nccl {
         n.check(unsafe { (n.group_start)() }, "group")?;
         for (rank, t) in &give {
             let (from, len) = (t.data_ptr(), self.here(t)?);
-            // SAFETY: as many bytes as counted, in a tensor that lives until libtorch's stream is behind this.
+            // SAFETY: as many bytes as counted, in a tensor that lives until libtorch's stream is behind
+            // this.
             let status = unsafe { (n.send)(from, len, BYTE, *rank as c_int, self.comm, stream) };
             n.check(status, "send")?;
         }

@@ -63,8 +63,8 @@ fn few(levels: Levels, w: &Packed, parts: usize, gate: bool, on: Chip) -> FewRow
     FewRows { on, few_split: true, groups, units, unit, k, gate, parts, beside, per_group: 0 }
 }
 
-/// A launch of `row.cu` with `w`, which takes one row of bf16 if it can be staged at once. `rounded`: what FP8
-/// keeps of it, with a scale for each unit.
+/// A launch of `row.cu` with `w`, which takes one row of bf16 if it can be staged at once. `rounded`: what
+/// FP8 keeps of it, with a scale for each unit.
 pub(super) fn row(
     levels: Levels,
     w: &Packed,

@@ -159,9 +159,9 @@ impl Kernels {
         Ok(place.get_or_init(|| pair))
     }
 
-    /// Whether they take such calls: of more rows than one, which `row.cu` takes; no slab has two scales of a row
-    /// of the weight, and x no norm, since what is rounded is the normed row. Gate and up rows start a group
-    /// each.
+    /// Whether they take such calls: of more rows than one, which `row.cu` takes; no slab has two scales of a
+    /// row of the weight, and x no norm, since what is rounded is the normed row. Gate and up rows start a
+    /// group each.
     pub fn takes(&self, w: &Packed, m: usize, set: FuseSet) -> bool {
         let one_scale = (w.group as usize).is_multiple_of(SLAB) || w.group == w.k;
         let groups = !set.contains(FuseSet::GATE) || w.n % 32 == 0;

@@ -1,6 +1,6 @@
-//! `row.cu` without a device: a compiler for CPUs takes its text too, instructions of PTX replaced by functions
-//! of `host.h` with the same operands. So it runs as it is, with the launches it gets, and is held against the
-//! oracle's bound.
+//! `row.cu` without a device: a compiler for CPUs takes its text too, instructions of PTX replaced by
+//! functions of `host.h` with the same operands. So it runs as it is, with the launches it gets, and is held
+//! against the oracle's bound.
 use super::decode::{Gemv, ROW, fixed, row};
 use super::pairs::{Kind, code_at};
 use super::{CODINGS, Coding, Levels, Packed, Scales};
@@ -199,7 +199,8 @@ struct Case {
     y: DType,
 }
 
-/// Row groups that are not whole, k of one tile, warps without units, of one and of many; one block and several.
+/// Row groups that are not whole, k of one tile, warps without units, of one and of many; one block and
+/// several.
 const CASES: [Case; 12] = {
     const fn of(n: usize, k: usize, processors: usize, gate: bool, norm: bool, y: DType) -> Case {
         Case { n, k, processors, gate, norm, y }

@@ -280,7 +280,8 @@ fn every_code_meets_its_x() {
     }
 }
 
-/// In what columns x stands, and whose sums a lane takes: those of the row and the tile of its word of scales.
+/// In what columns x stands, and whose sums a lane takes: those of the row and the tile of its word of
+/// scales.
 #[test]
 fn sums_meet_their_scales() {
     has(&[

@@ -18,7 +18,8 @@ pub static PLAIN: Kernels = table(FLOAT, bytes::PLAIN);
 static VNNI: Kernels = table(FLOAT, bytes::VNNI);
 /// That, where bytes are permuted across a register (VBMI): decoding takes a sixth fewer operations.
 static NEAR: Kernels = table(TALL, bytes::NEAR);
-/// That, with weights for few rows of int8 fetched ahead into the second cache only, and f32 in shorter panels.
+/// That, with weights for few rows of int8 fetched ahead into the second cache only, and f32 in shorter
+/// panels.
 static FAR: Kernels = table(FLOAT, bytes::FAR);
 
 /// The fastest of those with VNNI here. Intel's processors have more requests of the second cache under way
@@ -56,8 +57,8 @@ const fn table(float: Product<FloatRows, FloatTile>, bytes: Product<ByteRows, By
 /// With f32 activations.
 const FLOAT: Product<FloatRows, FloatTile> =
     Product { direct, direct_rows: 8, panel_rows: PANEL_ROWS, unpack, panel, reorder: None };
-/// That with more rows a tile: a prompt of a small model is 1 % faster so on an AMD Zen 5. An Intel Xeon, busy
-/// with other work too, looked slower.
+/// That with more rows a tile: a prompt of a small model is 1 % faster so on an AMD Zen 5. An Intel Xeon,
+/// busy with other work too, looked slower.
 const TALL: Product<FloatRows, FloatTile> = Product { panel_rows: MOST_ROWS, ..FLOAT };
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
