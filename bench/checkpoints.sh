@@ -23,7 +23,8 @@ environment formats accelerate numpy safetensors "torch==2.15.0" "transformers==
     "compressed-tensors==0.20.0" "gguf==0.19.0" "bitsandbytes==0.50.2" "torchao==0.18.0"
 BUILD_CUDA_EXT=0 CUDA_VISIBLE_DEVICES="" "$peers/tool/bin/uv" pip install --quiet --python "$peers/formats/bin/python" \
     "gptqmodel==7.7.0" "optimum==2.3.0" || say "gptqmodel cannot be installed"
-environment modelopt accelerate numpy safetensors "torch==2.15.0" "transformers==5.24.0" "nvidia-modelopt==0.47.0" ||
+environment modelopt accelerate numpy safetensors "torch==2.15.0" "transformers==5.24.0" "nvidia-modelopt==0.47.0" \
+    requests ||
     say "modelopt cannot be installed"
 environment mlx "mlx[cpu]==0.32.4" mlx-lm || say "mlx cannot be installed"
 environment llm-compressor "llmcompressor==0.14.0.1" || say "llm-compressor cannot be installed"
