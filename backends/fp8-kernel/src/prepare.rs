@@ -1,6 +1,6 @@
 //! What FP8 stores, as the kernels of `q4-codebook` take it.
 use half::{bf16, f16};
-use q4_codebook::{Bytes, Encoding, Flat, OnDevice, Place, Run, Scale, Stored, Values, each, scale_group};
+use q4_codebook::{Bytes, Encoding, Flat, Place, Run, Scale, Stored, Values, each, scale_group};
 use q4_core::formats::e4m3;
 use q4_core::{
     Code, DType, Error, ExecPath, Fp8, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight,
@@ -33,7 +33,7 @@ pub(crate) fn prepare(
     pack(format, w, spec, path, place)
 }
 
-fn packed<S: OnDevice + 'static>(
+fn packed<S: Scale>(
     format: Fp8,
     w: &Q4Weight<'_>,
     spec: &LinearSpec,

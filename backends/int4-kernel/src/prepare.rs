@@ -1,6 +1,6 @@
 //! What int4 stores, as the kernels of `q4-codebook` take it.
 use half::{bf16, f16};
-use q4_codebook::{Flat, FlatWithBiases, OnDevice, Place, Scale, Values};
+use q4_codebook::{Flat, FlatWithBiases, Place, Scale, Values};
 use q4_core::formats::int4::{ZERO, Zeros};
 use q4_core::{
     Code, DType, Error, ExecPath, Int4, LinearSpec, NibbleOrder, Part, PreparedWeight, Q4Schema, Q4Weight,
@@ -25,7 +25,7 @@ pub(crate) fn prepare(
     pack(&format, w, spec, path, place)
 }
 
-fn packed<S: OnDevice + 'static>(
+fn packed<S: Scale>(
     format: &Int4,
     w: &Q4Weight<'_>,
     spec: &LinearSpec,

@@ -1,5 +1,5 @@
 //! A backend in this process: the products of this crate, and what its format alone knows.
-use crate::cuda::{self, Engine, Levels, OnDevice, Width};
+use crate::cuda::{self, Engine, Levels, Width};
 use crate::encoding::{Biases, Encoding, Kept, Offset, Plain, Scale, Values, Zeros};
 use crate::prepare::{footprint, pack};
 use crate::probe::{operands, probe};
@@ -66,7 +66,7 @@ impl Place<'_> {
     ///
     /// # Errors
     /// Memory that cannot be had, and what a device says.
-    pub fn pack<S: OnDevice + 'static>(
+    pub fn pack<S: Scale>(
         &self,
         of: (&'static str, ExecPath),
         stored: &[Flat<'_, S>],
@@ -114,7 +114,8 @@ impl Place<'_> {
         match beside {
             Offset::Zero => self.pack_here::<Zeros>(of, stored, worth, spec),
             Offset::Bias => self.pack_here::<Biases>(of, stored, worth, spec),
-            Offset::None | Offset::Minimum => self.pack_here::<Plain>(of, stored, worth, spec),
+            Offset::None => self.pack_here::<Plain>(of, stored, worth, spec),
+            Offset::Minimum => unreachable!("formats with minima have encodings of their own"),
         }
     }
 
@@ -122,7 +123,7 @@ impl Place<'_> {
     ///
     /// # Errors
     /// [`Code::Unsupported`] here, and what a device says.
-    pub fn pack_there<S: OnDevice + 'static>(
+    pub fn pack_there<S: Scale>(
         &self,
         of: (&'static str, ExecPath),
         stored: &[Flat<'_, S>],

@@ -10,6 +10,7 @@ mod prefill;
 mod rounded;
 mod simple;
 
+use crate::encoding::Scale;
 use crate::stored::Flat;
 use coding::{Coding, Places, Scales};
 use q4_core::rows::check_matrix;
@@ -21,7 +22,7 @@ use q4_cuda::{Arch, Buffer, File, Gpu, Kernels as Module, Matrix, RowKernels, So
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-pub use coding::{Levels, OnDevice, Width};
+pub use coding::{Levels, Width};
 
 /// What kernels include.
 const FILES: &[File] = q4_cuda::files!("../cuda/", "layout.cuh", "levels.cuh", "outputs.cuh", "gemv.cu");
@@ -145,7 +146,7 @@ pub(crate) fn resident(of: (Levels, Width), has_zeros: bool, shape: [usize; 2], 
 }
 
 /// Copies and packs the segments; waits. Their scales are finite.
-pub(crate) fn prepare<S: OnDevice + 'static>(
+pub(crate) fn prepare<S: Scale>(
     engine: &Arc<Engine>,
     levels: Levels,
     (backend, path): (&'static str, ExecPath),
@@ -155,7 +156,7 @@ pub(crate) fn prepare<S: OnDevice + 'static>(
     let (n, k) = (spec.n(), spec.k);
     let has_zeros = stored.iter().any(|s| !s.zeros.is_empty());
     let block = stored.first().map_or(1, |s| s.block);
-    let places = Places::of((levels, S::WIDTH), has_zeros, [n, k], block);
+    let places = Places::of((levels, Width::of(S::KEPT)), has_zeros, [n, k], block);
     let set = engine.set(places.coding)?;
     if path == ExecPath::FusedRounded && set.rounded.is_none() {
         return Err(Error::new(Code::Unsupported, "rounded weights")
@@ -211,21 +212,21 @@ struct Words {
 }
 
 impl Words {
-    fn of<S: OnDevice>(places: &Places, s: &Flat<'_, S>) -> Self {
+    fn of<S: Scale>(places: &Places, s: &Flat<'_, S>) -> Self {
         let (each, coding, in_units) = (places.each(), places.coding, places.units > 0);
         let block = |element: usize| element / s.block as usize;
         let scale = |element: usize| s.scales[block(element)].widen();
         let negative = |element: usize| -f32::from(s.zeros[block(element)]);
-        let mut words = Self::default();
+        let (width, mut words) = (Width::of(S::KEPT), Self::default());
         for element in (0..s.rows * s.k).step_by(each) {
             let own = scale(element);
             words.scales.push(match coding.scales {
                 Scales::HalvesF16 | Scales::HalvesBf16 => {
-                    S::WIDTH.bits(own) | S::WIDTH.bits(scale(element + each / 2)) << 16
+                    width.bits(own) | width.bits(scale(element + each / 2)) << 16
                 }
                 // Numbers up to 15 are the upper halves of their f32.
                 Scales::ZerosF16 | Scales::ZerosBf16 if in_units => {
-                    S::WIDTH.bits(own) | negative(element).to_bits() & 0xffff_0000
+                    width.bits(own) | negative(element).to_bits() & 0xffff_0000
                 }
                 _ => own.to_bits(),
             });

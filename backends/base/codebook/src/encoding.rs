@@ -56,9 +56,9 @@ impl Kept {
     /// Writes `value`, which is one of those it has.
     pub(crate) fn put(self, value: f32, to: &mut [u8]) {
         match self {
-            Self::F32 => to.copy_from_slice(&value.to_le_bytes()),
-            Self::F16 => to.copy_from_slice(&f16::from_f32(value).to_le_bytes()),
-            Self::Bf16 => to.copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
+            Self::F32 => to.copy_from_slice(bytemuck::bytes_of(&value)),
+            Self::F16 => to.copy_from_slice(bytemuck::bytes_of(&f16::from_f32(value))),
+            Self::Bf16 => to.copy_from_slice(bytemuck::bytes_of(&bf16::from_f32(value))),
             // The least is below the normal numbers, where the exponent is zero too.
             Self::E8m0 => to[0] = (value.to_bits() >> 23) as u8,
             Self::Byte => to[0] = value as u8,

@@ -33,7 +33,7 @@ mod simd;
 mod stored;
 
 pub use backend::{OnCuda, Own, Place, Prepare, Refuse, each, width_of};
-pub use cuda::{Engine, Levels, OnDevice, Width};
+pub use cuda::{Engine, Levels, Width};
 pub use encoding::{Bytes, Encoding, Kept, NEST, Offset, Scale, Values};
 pub use layout::{LEAST_GROUP, scale_group};
 pub use q4_simd::{E8m0, Widen};

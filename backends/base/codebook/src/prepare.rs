@@ -36,17 +36,16 @@ impl Lines {
         Ok(Self { kept, bytes: Pages::zeroed(count * LANES * kept.size())? })
     }
 
-    /// Line `at`.
+    /// The lines from `at` on: kernels walk through all of them from there.
     #[inline(always)]
-    pub fn line(&self, at: usize) -> &[u8] {
-        let size = LANES * self.kept.size();
-        &self.bytes[at * size..][..size]
+    pub fn from(&self, at: usize) -> &[u8] {
+        &self.bytes[at * LANES * self.kept.size()..]
     }
 
     /// The number of `lane` in line `at`.
     pub fn get(&self, at: usize, lane: usize) -> f32 {
         let size = self.kept.size();
-        self.kept.get(&self.line(at)[lane * size..][..size])
+        self.kept.get(&self.from(at)[lane * size..][..size])
     }
 }
 

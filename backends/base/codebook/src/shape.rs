@@ -96,8 +96,8 @@ impl Shape {
         };
         Place {
             codes: Codes { low, high, step: step * LANES },
-            scales: w.scales.line(scales).as_ptr(),
-            offsets: w.offsets.as_ref().map_or(std::ptr::null(), |o| o.line(scales).as_ptr()),
+            scales: w.scales.from(scales).as_ptr(),
+            offsets: w.offsets.as_ref().map_or(std::ptr::null(), |o| o.from(scales).as_ptr()),
             kept: w.scales.kept,
             nests: w.nests.as_ref().map_or(std::ptr::null(), |nests| {
                 nests[w.lines(block, self.words * CODES / NEST).0..].as_ptr()

@@ -1,8 +1,7 @@
 //! What the kernels are compiled for: what codes are worth, and how their scales lie on the device.
-use crate::encoding::Scale;
+use crate::encoding::Kept;
 use crate::layout::scale_group;
 use half::{bf16, f16};
-use q4_simd::E8m0;
 
 /// What codes are worth; `LEVELS` of levels.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,26 +38,16 @@ pub enum Width {
     Brain,
 }
 
-/// A scale that has a place on the device.
-pub trait OnDevice: Scale {
-    /// What it is there.
-    const WIDTH: Width;
-}
-
-impl OnDevice for f32 {
-    const WIDTH: Width = Width::Single;
-}
-impl OnDevice for f16 {
-    const WIDTH: Width = Width::Half;
-}
-impl OnDevice for bf16 {
-    const WIDTH: Width = Width::Brain;
-}
-impl OnDevice for E8m0 {
-    const WIDTH: Width = Width::Brain;
-}
-
 impl Width {
+    /// What numbers that are kept so are on a device, exactly.
+    pub(super) const fn of(kept: Kept) -> Self {
+        match kept {
+            Kept::F32 | Kept::Byte | Kept::Signed => Self::Single,
+            Kept::F16 => Self::Half,
+            Kept::Bf16 | Kept::E8m0 => Self::Brain,
+        }
+    }
+
     /// The bits of a scale in the lowest half of a word. The scale is of this type, which has 16.
     pub(super) fn bits(self, scale: f32) -> u32 {
         match self {
