@@ -109,7 +109,11 @@ without=()
 if [[ -n $isa ]]; then
     { ((peers)) && tools && llama_for "$isa"; } || without+=(llama.cpp)
     # It cannot be held to a set, and takes all that the processor has.
-    [[ $isa != avx512vnni ]] || { ((peers)) && openvino "${shapes[@]}"; } || without+=(OpenVINO)
+    case $isa in
+    avx2) beyond='avx512f|avx_vnni' ;;
+    *) beyond=amx_int8 ;;
+    esac
+    { ((peers)) && ! grep -qwE "$beyond" /proc/cpuinfo && openvino "${shapes[@]}"; } || without+=(OpenVINO)
 elif ((peers)); then
     tools && llama || without+=(llama.cpp)
     # Held back from AMX it would not run as on a processor without it.

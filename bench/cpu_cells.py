@@ -17,7 +17,7 @@ import rows
 SETS = {"avx512vnni": "build", "avx2": "build-avx2"}
 SHAPES = ["qwen3-0.6b", "qwen3-4b"]
 # Formats, their activations, and who is beside them: llama.cpp with a type of its own, and OpenVINO, which multiplies
-# int4 groups of 128 and cannot be held to a set.
+# int4 groups of 128. It cannot be held to a set: bench/cpu.sh leaves it out where the processor has a wider one.
 RUNS = [
     ("nvfp4", "native", ["Q4_0"]), ("nvfp4", "int8", ["Q4_0", "OpenVINO"]),
     ("nf4", "native", ["Q4_0"]), ("nf4", "int8", ["Q4_0"]),
@@ -38,7 +38,7 @@ LONG_PLAN = {"qwen3-4b": (16, 1, 1), "qwen3-0.6b": (48, 1, 2)}
 LONG_FORMATS = {"nvfp4", "nf4"}
 # Of the floor; of the rate without what is in the cache.
 DECODE, PROMPT, DEEP = 0.85, {"native": 0.85, "int8": 0.65}, 0.7
-OUT = rows.ROOT / "bench/results/cpu-cells.json"
+OUT = rows.ROOT / "bench/results"
 
 
 def programs(args, long):
@@ -48,7 +48,7 @@ def programs(args, long):
         if args.shape not in (None, shape):
             continue
         mine, wanted = [], set()
-        for format, activations, peers in runs(args.isa, long):
+        for format, activations, peers in runs(long):
             program = ours(shape, format, activations, long)
             if re.search(args.only or "", program.name):
                 mine.append(program)
@@ -57,9 +57,9 @@ def programs(args, long):
     return all_
 
 
-def runs(isa, long):
-    """Those of an instruction set, with the peers that there are."""
-    return [(format, activations, [p for p in peers if p != "OpenVINO" or isa == "avx512vnni" and not long])
+def runs(long):
+    """All, or those with long contexts, which OpenVINO does not run."""
+    return [(format, activations, [p for p in peers if p != "OpenVINO" or not long])
             for format, activations, peers in RUNS if not long or format in LONG_FORMATS]
 
 
@@ -78,21 +78,21 @@ def who(name):
     return name if name == "OpenVINO" else "llama.cpp"
 
 
-def key(isa, p):
+def key(p):
     """Of a program, as `cells` looks for it."""
     if isinstance(p, cpu.OpenVino):
-        return isa, p.shape, "OpenVINO"
+        return p.shape, "OpenVINO"
     if isinstance(p, cpu.Llama):
-        return isa, p.shape, p.type_name
-    return isa, p.shape, p.format + ".gguf" * isinstance(p, cpu.Q4File), p.activations
+        return p.shape, p.type_name
+    return p.shape, p.format + ".gguf" * isinstance(p, cpu.Q4File), p.activations
 
 
-def cells(measured, others, spoilt):
-    """Rows for each cell of every set: from this run, from `others` where they are kept, or why there are none."""
-    for isa, shape, (what, phase) in itertools.product(SETS, SHAPES, PHASES.items()):
-        for format, activations, names in runs(isa, str(LONG) in phase):
-            q4 = measured.get((isa, shape, format, activations))
-            beside = {name: measured.get((isa, shape, name)) for name in names}
+def cells(isa, measured, others, spoilt):
+    """Rows for each cell of a set: from this run, from `others` where they are kept, or why there are none."""
+    for shape, (what, phase) in itertools.product(SHAPES, PHASES.items()):
+        for format, activations, names in runs(str(LONG) in phase):
+            q4 = measured.get((shape, format, activations))
+            beside = {name: measured.get((shape, name)) for name in names}
             tried = q4 and (q4.refused or q4.median(what))
             for title, value, *rest, why in cell(isa, shape, format, activations, phase, what, q4, beside):
                 if tried:
@@ -159,11 +159,11 @@ def arguments():
     p.add_argument("--isa", choices=list(SETS), required=True, help="the instruction set of both")
     p.add_argument("--quick", action="store_true", help=f"one round, and nothing of {LONG} tokens")
     where = p.add_mutually_exclusive_group()
-    where.add_argument("--out", type=pathlib.Path, default=OUT.with_suffix(".local.json"),
-                       help="where rows go [bench/results/cpu-cells.local.json, which is not tracked]")
-    where.add_argument("--record", action="store_const", dest="out", const=OUT,
-                       help="write bench/results/cpu-cells.json")
+    where.add_argument("--out", type=pathlib.Path,
+                       help="where rows go [bench/results/cpu-cells-ISA.local.json, which is not tracked]")
+    where.add_argument("--record", action="store_true", help="write bench/results/cpu-cells-ISA.json")
     args = p.parse_args()
+    args.out = args.out or OUT / f"cpu-cells-{args.isa}{'' if args.record else '.local'}.json"
     args.without = args.without.split()
     if args.quick:
         args.rounds = args.rounds or 1
@@ -185,7 +185,7 @@ def main():
             mine = isinstance(p, cpu.Q4)
             if mine and not p.refused and p.facts["isa"] != args.isa:
                 sys.exit(f"{p.name} ran on {p.facts['isa']}, not on {args.isa}")
-            at = key(args.isa, p)
+            at = key(p)
             if at in measured:
                 measured[at].series.update(p.series)
             else:
@@ -199,15 +199,10 @@ def main():
         taken = "an unknown share" if share is None else f"{share:.0%}"
         spoilt = f"others took {taken} of the processors' time: run again on a quiet machine"
         cpu.say(spoilt)
-    cells(measured, others, spoilt)
-    unit = "of the processors' time went to others; beyond, no figure counts"
-    for isa in SETS:
-        name, value = f"{isa}-bystanders", share if isa == args.isa else None
-        why = "the system does not say" if isa == args.isa else f"bench/cpu.sh --isa {isa} did not run"
-        if isa != args.isa and name in others:
-            rows.ROWS.append(others[name])
-        else:
-            rows.row(name, value and round(value, 3), unit, f"<= {cpu.Bystanders.ALLOWED}", why)
+    cells(args.isa, measured, others, spoilt)
+    rows.row(f"{args.isa}-bystanders", share and round(share, 3),
+             "of the processors' time went to others; beyond, no figure counts", f"<= {cpu.Bystanders.ALLOWED}",
+             "the system does not say")
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         rows.write(**versions)

@@ -70,7 +70,14 @@ def machine():
     """Which processor."""
     cpus = pathlib.Path("/proc/cpuinfo")
     facts = cpus.read_text().splitlines() if cpus.exists() else []
-    cpu = next((l.split(":")[1].strip() for l in facts if l.startswith("model name")), platform.machine())
+
+    def fact(name):
+        return next((l.split(":")[1].strip() for l in facts if l.split("\t")[0] == name), None)
+
+    cpu = fact("model name") or platform.machine()
+    # Of a virtual machine the name may leave open which processor it is.
+    if fact("cpu family") and not re.search(r"\d", cpu):
+        cpu += f", family {fact('cpu family')}, model {fact('model')}"
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     some = {"of": os.cpu_count()} if own != os.cpu_count() else {}
     return {"cpu": cpu, "processors": own, **some}

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 HERE = pathlib.Path(__file__).resolve().parent
 IDS = [5, 17, 3, 200, 41, 9, 77, 120]
 # Rates beside llama.cpp and OpenVINO, which bench/cpu.sh --isa records on a machine that does nothing else.
-CELLS = ROOT / "bench/results/cpu-cells.json"
+CELLS = ROOT / "bench/results/cpu-cells-avx2.json"
 # What peers write, the layout it has, and where q4 takes it on its way back.
 MADE = [
     ("ct-sym-128", "compressed-tensors", ["gptq", "awq"]),
