@@ -5,7 +5,7 @@ use crate::layout::{CODES, LANES};
 use crate::many::MOST_ROWS;
 use crate::shape::{Codes, Group};
 use crate::simd::{self, Lanes, Tables};
-use q4_simd::planes::{self, Planes, SHORT, WHOLE, upper_codes};
+use q4_simd::planes::{self, Planes, SHORT, WHOLE, lifted, upper_codes};
 use q4_simd::{Avx2, Vector};
 use std::arch::x86_64::*;
 use std::{array, hint};
@@ -23,6 +23,26 @@ impl Lanes for Avx2 {
     /// Decoding is spread over more of them. They are read in turn: what is in use at a time is half of it.
     const MANY: usize = MOST_ROWS;
     const TILE_ROWS: usize = 6;
+    const LIFT: f32 = planes::LIFT;
+
+    /// As with AVX-512.
+    #[inline(always)]
+    unsafe fn upper(_: Self::Table, words: Self::Words, _: i32, at: i32, mask: i32) -> F {
+        // SAFETY: the trait's contract.
+        unsafe {
+            let (mask, lift) = (_mm256_set1_epi32(mask << 4), _mm256_set1_epi32(Self::LIFT.to_bits() as i32));
+            let mut out = [_mm256_setzero_ps(); 2];
+            for side in 0..LANES / HALF {
+                let turned = if at < 4 {
+                    _mm256_sllv_epi32(words[side], _mm256_set1_epi32(4 - at))
+                } else {
+                    _mm256_srlv_epi32(words[side], _mm256_set1_epi32(at - 4))
+                };
+                out[side] = _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(turned, mask), lift));
+            }
+            out
+        }
+    }
 
     #[inline(always)]
     unsafe fn chain<E: Encoding, const B: usize, const M: usize>(
@@ -107,14 +127,14 @@ impl Lanes for Avx2 {
     }
 }
 
-/// How many bytes of a value have to be looked up; none where codes are bytes.
+/// How many bytes of a value have to be looked up, if any: codes with upper bits are numbers. None where codes
+/// are bytes.
 #[inline(always)]
 fn needed<E: Encoding>(tables: &Tables<Avx2>) -> Option<usize> {
     if E::BYTES.is_some() {
         return None;
     }
-    let is_short = tables.low.is_short && (E::HIGH == 0 || tables.high.iter().all(|t| t.is_short));
-    Some(if is_short { SHORT } else { WHOLE })
+    Some(if tables.low.is_short || E::HIGH > 0 { SHORT } else { WHOLE })
 }
 
 /// The two sums of a chain of one block.
@@ -196,7 +216,10 @@ struct Parts<const B: usize> {
     low: [__m256i; 2],
     high: [__m256i; 2],
     values: Planes<B>,
-    upper: Planes<B>,
+    /// Of codes with upper bits, the least one, less what [`lifted`] adds.
+    least: __m256,
+    /// Where the upper bits of this word begin.
+    at: i32,
 }
 
 impl<const B: usize> Parts<B> {
@@ -205,14 +228,14 @@ impl<const B: usize> Parts<B> {
         // SAFETY: the trait's contract.
         unsafe {
             let [low, high] = codes.words::<Avx2, E>(word);
-            let values = Planes::load(tables.low.upper());
-            let (high, upper) = if E::HIGH > 0 {
-                (high, Planes::load(tables.high[word % share::<E>()].upper()))
-            } else {
-                (low, values)
-            };
             let by_byte = |words: [__m256i; 2]| [planes::by_byte(words[0]), planes::by_byte(words[1])];
-            Self { low: by_byte(low), high: by_byte(high), values, upper }
+            Self {
+                low: by_byte(low),
+                high: by_byte(high),
+                values: Planes::load(tables.low.upper()),
+                least: _mm256_broadcastss_ps(_mm256_castps256_ps128(tables.low.halves[0])),
+                at: (word % share::<E>() * E::HIGH) as i32,
+            }
         }
     }
 
@@ -224,14 +247,17 @@ impl<const B: usize> Parts<B> {
         unsafe {
             let mut out = [[_mm256_setzero_ps(); 4]; 2];
             for side in 0..LANES / HALF {
-                let codes = |bytes| if ODD == 0 { planes::codes(bytes) } else { upper_codes(bytes) };
-                let mut values = self.values.four(codes(self.low[side]));
-                if E::HIGH > 0 {
-                    let upper = self.upper.four(codes(self.high[side]));
+                let bytes = self.low[side];
+                let codes = if ODD == 0 { planes::codes(bytes) } else { upper_codes(bytes) };
+                let values = if E::HIGH > 0 {
+                    let mut values = lifted(_mm256_or_si256(codes, self.upper::<E, ODD>(side)));
                     for n in 0..4 {
-                        values[n] = _mm256_add_ps(values[n], upper[n]);
+                        values[n] = _mm256_add_ps(values[n], self.least);
                     }
-                }
+                    values
+                } else {
+                    self.values.four(codes)
+                };
                 let (scale, offset) = (group.scale[side], group.offset[side]);
                 for n in 0..4 {
                     out[side][n] = match E::OFFSET {
@@ -243,6 +269,20 @@ impl<const B: usize> Parts<B> {
                 }
             }
             out
+        }
+    }
+
+    /// The upper bits of these codes, above the lowest four of every byte.
+    #[inline(always)]
+    unsafe fn upper<E: Encoding, const ODD: usize>(&self, side: usize) -> __m256i {
+        // SAFETY: the trait's contract.
+        unsafe {
+            let bits = if ODD == 0 {
+                _mm256_sllv_epi32(self.high[side], _mm256_set1_epi32(4 - self.at))
+            } else {
+                _mm256_srlv_epi32(self.high[side], _mm256_set1_epi32(self.at))
+            };
+            _mm256_and_si256(bits, _mm256_set1_epi8(((1 << E::HIGH) - 1) << 4))
         }
     }
 }

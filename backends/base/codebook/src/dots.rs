@@ -17,6 +17,13 @@ use x86::Vnni;
 /// Words of sixteen lanes.
 type Words<D> = <<D as Dot>::On as Vector>::Words;
 
+/// Bits of weights whose products with int8 fit 16 bits eight together: 8 * 31 * 127.
+pub(crate) const NARROW: u32 = 5;
+/// The same for two: 2 * 63 * 127.
+pub(crate) const MIDDLE: u32 = 6;
+/// Those of a byte, of which one product fits.
+pub(crate) const WIDE: u32 = 8;
+
 /// Sums of byte products, exact while they are integers below 2^31.
 ///
 /// # Safety of its functions
@@ -25,7 +32,7 @@ type Words<D> = <<D as Dot>::On as Vector>::Words;
 pub(crate) trait Dot {
     /// The set for everything else.
     type On: Lanes;
-    /// Sixteen i32.
+    /// Sixteen i32, or what becomes of them.
     type Sums: Copy;
     /// A table of sixteen bytes.
     type Table: Copy;
@@ -34,13 +41,12 @@ pub(crate) trait Dot {
 
     /// Calls `f`, compiled for the set where it is `#[inline(always)]` together with all it calls.
     unsafe fn run<R>(f: impl FnOnce() -> R) -> R;
-    /// `v` in every lane.
-    unsafe fn start(v: i32) -> Self::Sums;
-    /// Adds the products of four weights in each lane with the four bytes of `x`. Weights have eight bits if
-    /// they are `WIDE`, else at most six.
-    unsafe fn dot<const WIDE: bool>(sums: Self::Sums, weights: Words<Self>, x: i32) -> Self::Sums;
-    /// As numbers, exact below 2^24.
-    unsafe fn numbers(sums: Self::Sums) -> <Self::On as Vector>::F;
+    /// Sums from `v` on, of weights of at most [`NARROW`], [`MIDDLE`] or [`WIDE`] bits.
+    unsafe fn start<const BITS: u32>(v: i32) -> Self::Sums;
+    /// Adds the products of four weights in each lane with the four bytes of `x`: at most four times.
+    unsafe fn dot<const BITS: u32>(sums: Self::Sums, weights: Words<Self>, x: i32) -> Self::Sums;
+    /// Such sums, with the `v` they started at, as numbers, exact below 2^24.
+    unsafe fn numbers<const BITS: u32>(sums: Self::Sums, v: i32) -> <Self::On as Vector>::F;
     /// Words shifted to the right, or to the left by a negative number, and what is left of them by `mask`.
     unsafe fn pick(words: Words<Self>, shift: i32, mask: u32) -> Words<Self>;
     /// Bits of both.
@@ -110,11 +116,11 @@ impl Dot for Portable {
         f()
     }
     #[inline(always)]
-    unsafe fn start(v: i32) -> Self::Sums {
+    unsafe fn start<const BITS: u32>(v: i32) -> Self::Sums {
         [v; LANES]
     }
     #[inline(always)]
-    unsafe fn dot<const WIDE: bool>(sums: Self::Sums, weights: [u32; LANES], x: i32) -> Self::Sums {
+    unsafe fn dot<const BITS: u32>(sums: Self::Sums, weights: [u32; LANES], x: i32) -> Self::Sums {
         let x = x.to_le_bytes().map(|b| i32::from(b.cast_signed()));
         std::array::from_fn(|lane| {
             let w = weights[lane].to_le_bytes().map(|b| i32::from(b.cast_signed()));
@@ -122,7 +128,7 @@ impl Dot for Portable {
         })
     }
     #[inline(always)]
-    unsafe fn numbers(sums: Self::Sums) -> [f32; LANES] {
+    unsafe fn numbers<const BITS: u32>(sums: Self::Sums, _: i32) -> [f32; LANES] {
         sums.map(|sum| sum as f32)
     }
     #[inline(always)]
@@ -165,34 +171,49 @@ mod tests {
         #[inline(always)]
         unsafe fn on<D: Dot>(self) {
             let widest = if self.signed { [127u8, 128] } else { [255, 0] };
-            for (wide, w) in [(true, widest[0]), (true, widest[1]), (false, 63), (false, 0)] {
-                for x in [-127i8, -1, 0, 5, 127] {
-                    // Another byte in each place tells lanes and bytes apart.
-                    let words: [u32; LANES] = std::array::from_fn(|lane| {
-                        u32::from_le_bytes([w, (lane % 7) as u8, w, (lane % 5) as u8])
-                    });
-                    let xs = [x, 3, x, -2];
-                    let want: [f32; LANES] = std::array::from_fn(|lane| {
-                        let of = |b: u8| match self.signed && wide {
-                            true => i32::from(b.cast_signed()),
-                            false => i32::from(b),
-                        };
-                        let four = words[lane].to_le_bytes().map(of);
-                        (11 + (0..4).map(|i| four[i] * i32::from(xs[i])).sum::<i32>()) as f32
-                    });
-                    let mut have = [0.0; LANES];
-                    // SAFETY: the job's.
-                    unsafe {
-                        let (sums, words) = (D::start(11), D::On::words(words.as_ptr()));
-                        let x = i32::from_le_bytes(xs.map(i8::cast_unsigned));
-                        let sums = match wide {
-                            true => D::dot::<true>(sums, words, x),
-                            false => D::dot::<false>(sums, words, x),
-                        };
-                        D::On::store(D::numbers(sums), have.as_mut_ptr());
+            for x in [-127i8, -1, 0, 5, 127] {
+                // SAFETY: the job's.
+                unsafe {
+                    for w in [31, 0] {
+                        self.four::<D, NARROW>(w, x);
                     }
-                    assert_eq!(have, want, "{w} {x}");
+                    for w in [63, 0] {
+                        self.four::<D, MIDDLE>(w, x);
+                    }
+                    for w in widest {
+                        self.four::<D, WIDE>(w, x);
+                    }
                 }
+            }
+        }
+    }
+
+    impl Check {
+        /// Sixteen products in each lane, two of every four of `w` and `x`.
+        #[inline(always)]
+        unsafe fn four<D: Dot, const BITS: u32>(&self, w: u8, x: i8) {
+            // Another byte in each place tells lanes and bytes apart.
+            let words: [u32; LANES] =
+                std::array::from_fn(|lane| u32::from_le_bytes([w, (lane % 7) as u8, w, (lane % 5) as u8]));
+            for xs in [[x, 3, x, -2], [x; 4]] {
+                let want: [f32; LANES] = std::array::from_fn(|lane| {
+                    let of = |b: u8| match self.signed && BITS == WIDE {
+                        true => i32::from(b.cast_signed()),
+                        false => i32::from(b),
+                    };
+                    let four = words[lane].to_le_bytes().map(of);
+                    (11 + 4 * (0..4).map(|i| four[i] * i32::from(xs[i])).sum::<i32>()) as f32
+                });
+                let mut have = [0.0; LANES];
+                // SAFETY: the caller's.
+                unsafe {
+                    let (mut sums, words) = (D::start::<BITS>(11), D::On::words(words.as_ptr()));
+                    for _ in 0..4 {
+                        sums = D::dot::<BITS>(sums, words, i32::from_le_bytes(xs.map(i8::cast_unsigned)));
+                    }
+                    D::On::store(D::numbers::<BITS>(sums, 11), have.as_mut_ptr());
+                }
+                assert_eq!(have, want, "{BITS} bits: {w} {xs:?}");
             }
         }
     }

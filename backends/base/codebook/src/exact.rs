@@ -1,7 +1,7 @@
 //! Products of int8 activations with codes that are integers. The products of 16 elements are summed exactly
 //! and scaled by that of the activations, these sums by that of the group, as far as a chain reaches. One
 //! order whatever the number of rows, the sets of instructions and the tasks.
-use crate::dots::{self, Dot, Job};
+use crate::dots::{self, Dot, Job, MIDDLE, NARROW, WIDE};
 use crate::encoding::{Encoding, Offset, share};
 use crate::integers::{Block, Inputs, Integers, SCALES, TILE};
 use crate::layout::{CODES, LANES, QUAD};
@@ -103,8 +103,7 @@ impl<E: Encoding> Product<'_, E> {
                         let bytes = decoder.sixteen::<E>(codes, word);
                         for r in 0..M {
                             let dot = dot::<D, E>(bytes, x[r], i);
-                            sums[r][b] =
-                                D::On::fma(D::numbers(dot), D::On::splat(x[r].scales[i]), sums[r][b]);
+                            sums[r][b] = D::On::fma(dot, D::On::splat(x[r].scales[i]), sums[r][b]);
                         }
                     }
                     for r in 0..M {
@@ -218,26 +217,45 @@ impl<E: Encoding> Product<'_, E> {
 
 /// The exact dot of 16 elements.
 #[inline(always)]
-unsafe fn dot<D: Dot, E: Encoding>(bytes: [<D::On as Vector>::Words; 4], x: &Block, i: usize) -> D::Sums {
-    // SAFETY: the caller's; a block has 16 bytes for each scale.
+unsafe fn dot<D: Dot, E: Encoding>(
+    bytes: [<D::On as Vector>::Words; 4],
+    x: &Block,
+    i: usize,
+) -> <D::On as Vector>::F {
+    // SAFETY: the caller's.
     unsafe {
-        let four = x.q.as_ptr().add(BLOCK * i).cast::<i32>();
-        let mut sums = D::start(x.start[i]);
-        for j in 0..4 {
-            let x = four.add(j).read();
-            sums = if is_wide::<E>() {
-                D::dot::<true>(sums, bytes[j], x)
-            } else {
-                D::dot::<false>(sums, bytes[j], x)
-            };
+        match bits::<E>() {
+            NARROW => sixteen::<D, NARROW>(bytes, x, i),
+            MIDDLE => sixteen::<D, MIDDLE>(bytes, x, i),
+            _ => sixteen::<D, WIDE>(bytes, x, i),
         }
-        sums
     }
 }
 
-/// Whether a code is a byte.
-const fn is_wide<E: Encoding>() -> bool {
-    E::BYTES.is_some()
+#[inline(always)]
+unsafe fn sixteen<D: Dot, const BITS: u32>(
+    bytes: [<D::On as Vector>::Words; 4],
+    x: &Block,
+    i: usize,
+) -> <D::On as Vector>::F {
+    // SAFETY: the caller's; a block has 16 bytes for each scale.
+    unsafe {
+        let four = x.q.as_ptr().add(BLOCK * i).cast::<i32>();
+        let mut sums = D::start::<BITS>(x.start[i]);
+        for j in 0..4 {
+            sums = D::dot::<BITS>(sums, bytes[j], four.add(j).read());
+        }
+        D::numbers::<BITS>(sums, x.start[i])
+    }
+}
+
+/// What the bytes of codes have at most, as [`Dot`] takes it; [`Integers`] are no more in a table.
+const fn bits<E: Encoding>() -> u32 {
+    match (E::BYTES, E::HIGH) {
+        (Some(_), _) => WIDE,
+        (_, 0 | 1) => NARROW,
+        _ => MIDDLE,
+    }
 }
 
 /// Takes words of codes apart.
@@ -310,21 +328,24 @@ type Panel = unsafe fn(&[Tile], usize, *const Block, &mut [[Line<f32>; PAIR]]);
 
 /// That of chains of `sixteens`.
 fn panel_of<D: Dot, E: Encoding>(sixteens: usize) -> Panel {
-    match (sixteens, is_wide::<E>(), E::OFFSET != Offset::None) {
-        (1, true, _) => panel::<D, 1, true, false>,
-        (2, true, _) => panel::<D, 2, true, false>,
-        (_, true, _) => panel::<D, 4, true, false>,
-        (1, _, false) => panel::<D, 1, false, false>,
-        (2, _, false) => panel::<D, 2, false, false>,
-        (_, _, false) => panel::<D, 4, false, false>,
-        (1, _, true) => panel::<D, 1, false, true>,
-        (2, _, true) => panel::<D, 2, false, true>,
-        (_, _, true) => panel::<D, 4, false, true>,
+    match (bits::<E>(), E::OFFSET != Offset::None) {
+        (NARROW, false) => of_chain::<D, NARROW, false>(sixteens),
+        (NARROW, true) => of_chain::<D, NARROW, true>(sixteens),
+        (MIDDLE, _) => panel::<D, 1, MIDDLE, false>,
+        _ => of_chain::<D, WIDE, false>(sixteens),
+    }
+}
+
+fn of_chain<D: Dot, const BITS: u32, const OFFSET: bool>(sixteens: usize) -> Panel {
+    match sixteens {
+        1 => panel::<D, 1, BITS, OFFSET>,
+        2 => panel::<D, 2, BITS, OFFSET>,
+        _ => panel::<D, 4, BITS, OFFSET>,
     }
 }
 
 /// A [`Panel`] in the order of `stream`, compiled once for all encodings; a chain has `S` sixteens.
-unsafe fn panel<D: Dot, const S: usize, const WIDE: bool, const OFFSET: bool>(
+unsafe fn panel<D: Dot, const S: usize, const BITS: u32, const OFFSET: bool>(
     tiles: &[Tile],
     sixteens: usize,
     x: *const Block,
@@ -337,17 +358,18 @@ unsafe fn panel<D: Dot, const S: usize, const WIDE: bool, const OFFSET: bool>(
             || {
                 let mut r = 0;
                 while r < totals.len() {
-                    let rows = (totals.len() - r).min(D::ROWS);
+                    // What a set never has is not compiled.
+                    let (rows, blocks) = ((totals.len() - r).min(D::ROWS), tiles.len().min(D::On::BLOCKS));
                     let (x, totals) = (x.add(r), &mut totals[r..]);
-                    match (rows, tiles.len()) {
-                        (4, PAIR) => shape::<D, S, WIDE, OFFSET, 4, PAIR>(tiles, sixteens, x, totals),
-                        (3, PAIR) => shape::<D, S, WIDE, OFFSET, 3, PAIR>(tiles, sixteens, x, totals),
-                        (2, PAIR) => shape::<D, S, WIDE, OFFSET, 2, PAIR>(tiles, sixteens, x, totals),
-                        (_, PAIR) => shape::<D, S, WIDE, OFFSET, 1, PAIR>(tiles, sixteens, x, totals),
-                        (4, _) => shape::<D, S, WIDE, OFFSET, 4, 1>(tiles, sixteens, x, totals),
-                        (3, _) => shape::<D, S, WIDE, OFFSET, 3, 1>(tiles, sixteens, x, totals),
-                        (2, _) => shape::<D, S, WIDE, OFFSET, 2, 1>(tiles, sixteens, x, totals),
-                        _ => shape::<D, S, WIDE, OFFSET, 1, 1>(tiles, sixteens, x, totals),
+                    match (rows, blocks) {
+                        (4, PAIR) => shape::<D, S, BITS, OFFSET, 4, PAIR>(tiles, sixteens, x, totals),
+                        (3, PAIR) => shape::<D, S, BITS, OFFSET, 3, PAIR>(tiles, sixteens, x, totals),
+                        (2, PAIR) => shape::<D, S, BITS, OFFSET, 2, PAIR>(tiles, sixteens, x, totals),
+                        (_, PAIR) => shape::<D, S, BITS, OFFSET, 1, PAIR>(tiles, sixteens, x, totals),
+                        (4, _) => shape::<D, S, BITS, OFFSET, 4, 1>(tiles, sixteens, x, totals),
+                        (3, _) => shape::<D, S, BITS, OFFSET, 3, 1>(tiles, sixteens, x, totals),
+                        (2, _) => shape::<D, S, BITS, OFFSET, 2, 1>(tiles, sixteens, x, totals),
+                        _ => shape::<D, S, BITS, OFFSET, 1, 1>(tiles, sixteens, x, totals),
                     }
                     r += rows;
                 }
@@ -361,7 +383,7 @@ unsafe fn panel<D: Dot, const S: usize, const WIDE: bool, const OFFSET: bool>(
 unsafe fn shape<
     D: Dot,
     const S: usize,
-    const WIDE: bool,
+    const BITS: u32,
     const OFFSET: bool,
     const R: usize,
     const C: usize,
@@ -383,9 +405,9 @@ unsafe fn shape<
             let mut sums = [[D::On::splat(0.0); C]; R];
             let mut rest = [0.0; R];
             for i in chain * S..(chain + 1) * S {
-                let mut dot = [[D::start(0); C]; R];
+                let mut dot = [[D::start::<BITS>(0); C]; R];
                 for r in 0..R {
-                    dot[r] = [D::start((*x.add(r)).start[i]); C];
+                    dot[r] = [D::start::<BITS>((*x.add(r)).start[i]); C];
                 }
                 for j in 4 * i..4 * i + 4 {
                     let mut bytes = [D::On::words(tiles.get_unchecked(0).bytes[j].0.as_ptr()); C];
@@ -395,16 +417,18 @@ unsafe fn shape<
                     for r in 0..R {
                         let x = (*x.add(r)).q.as_ptr().cast::<i32>().add(j).read();
                         for c in 0..C {
-                            dot[r][c] = D::dot::<WIDE>(dot[r][c], bytes[c], x);
+                            dot[r][c] = D::dot::<BITS>(dot[r][c], bytes[c], x);
                         }
                     }
                 }
                 for r in 0..R {
-                    let scale = D::On::splat((*x.add(r)).scales[i]);
+                    let x = &*x.add(r);
+                    let scale = D::On::splat(x.scales[i]);
                     for c in 0..C {
-                        sums[r][c] = D::On::fma(D::numbers(dot[r][c]), scale, sums[r][c]);
+                        let dot = D::numbers::<BITS>(dot[r][c], x.start[i]);
+                        sums[r][c] = D::On::fma(dot, scale, sums[r][c]);
                     }
-                    rest[r] += (*x.add(r)).sums[i];
+                    rest[r] += x.sums[i];
                 }
             }
             for c in 0..C {

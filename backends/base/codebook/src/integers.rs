@@ -46,7 +46,7 @@ impl Integers {
         }
         let doubled = values.low.map(|v| 2.0 * v);
         let least = doubled.iter().copied().fold(0.0, f32::min);
-        let fits = doubled.iter().all(|v| v.fract() == 0.0 && v - least < 64.0);
+        let fits = doubled.iter().all(|v| v.fract() == 0.0 && v - least < 32.0);
         let table = doubled.map(|v| (v - least) as u8);
         (fits && E::HIGH == 0).then_some(Self { table: Some(table), zero: -least as i32, unit: 0.5 })
     }

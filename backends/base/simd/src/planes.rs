@@ -83,6 +83,28 @@ impl<const B: usize> Planes<B> {
     }
 }
 
+/// What bytes have more, as [`lifted`] makes numbers of them.
+pub const LIFT: f32 = 8_388_608.0;
+
+/// Byte 0, 1, 2 and 3 of every lane, as [`by_byte`] has them, and [`LIFT`]: the last bits of such a number.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+pub unsafe fn lifted(bytes: __m256i) -> [__m256; 4] {
+    // SAFETY: the caller's.
+    unsafe {
+        let (zero, upper) = (_mm256_setzero_si256(), _mm256_set1_epi16((LIFT.to_bits() >> 16) as i16));
+        let (a, b) = (_mm256_unpacklo_epi8(bytes, zero), _mm256_unpackhi_epi8(bytes, zero));
+        [
+            _mm256_castsi256_ps(_mm256_unpacklo_epi16(a, upper)),
+            _mm256_castsi256_ps(_mm256_unpackhi_epi16(a, upper)),
+            _mm256_castsi256_ps(_mm256_unpacklo_epi16(b, upper)),
+            _mm256_castsi256_ps(_mm256_unpackhi_epi16(b, upper)),
+        ]
+    }
+}
+
 /// Eight words of eight codes, with byte `i` of the first four and of the last four together.
 ///
 /// # Safety
@@ -141,6 +163,28 @@ mod tests {
                             want.to_bits(),
                             "{B}: byte {i}, half {upper}, lane {lane}"
                         );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_are_numbers_above_the_lift() {
+        if !Isa::Avx2.is_available() {
+            println!("skipped: no AVX2 here");
+            return;
+        }
+        for first in (0..=u8::MAX).step_by(32) {
+            let bytes: [u8; 32] = std::array::from_fn(|i| first + i as u8);
+            // SAFETY: AVX2 was found; 32 bytes, and eight lanes.
+            unsafe {
+                let found = lifted(by_byte(_mm256_loadu_si256(bytes.as_ptr().cast())));
+                for (i, found) in found.into_iter().enumerate() {
+                    let mut lanes = [0.0; 8];
+                    _mm256_storeu_ps(lanes.as_mut_ptr(), found);
+                    for (lane, found) in lanes.into_iter().enumerate() {
+                        assert_eq!(found - LIFT, f32::from(bytes[4 * lane + i]), "byte {i}, lane {lane}");
                     }
                 }
             }

@@ -26,18 +26,18 @@ macro_rules! neon {
                 f()
             }
             #[inline(always)]
-            unsafe fn start(v: i32) -> Self::Sums {
+            unsafe fn start<const BITS: u32>(v: i32) -> Self::Sums {
                 unsafe { [vdupq_n_s32(v); 4] }
             }
             #[inline(always)]
-            unsafe fn dot<const WIDE: bool>(s: Self::Sums, w: [uint32x4_t; 4], x: i32) -> Self::Sums {
+            unsafe fn dot<const BITS: u32>(s: Self::Sums, w: [uint32x4_t; 4], x: i32) -> Self::Sums {
                 unsafe {
                     let x = vreinterpretq_s8_s32(vdupq_n_s32(x));
                     [$four(s[0], w[0], x), $four(s[1], w[1], x), $four(s[2], w[2], x), $four(s[3], w[3], x)]
                 }
             }
             #[inline(always)]
-            unsafe fn numbers(s: Self::Sums) -> <Neon as Vector>::F {
+            unsafe fn numbers<const BITS: u32>(s: Self::Sums, _: i32) -> <Neon as Vector>::F {
                 unsafe {
                     [vcvtq_f32_s32(s[0]), vcvtq_f32_s32(s[1]), vcvtq_f32_s32(s[2]), vcvtq_f32_s32(s[3])]
                 }

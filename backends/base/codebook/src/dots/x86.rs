@@ -1,5 +1,5 @@
-//! Dots of bytes on x86-64: one instruction with VNNI, else pairs in 16 bits that cannot overflow.
-use super::Dot;
+//! Dots of bytes on x86-64: one instruction with VNNI, else sums of 16 bits, as far as they cannot overflow.
+use super::{Dot, NARROW, WIDE};
 use q4_simd::{Avx2, Avx512};
 use std::arch::x86_64::*;
 
@@ -8,7 +8,7 @@ pub(super) struct Vnni;
 
 /// What the sets of AVX-512 have in common.
 macro_rules! avx512 {
-    ($set:ty, $features:literal, $dot:item) => {
+    ($set:ty, $features:literal, $($dots:item),*) => {
         // SAFETY of every block: the trait's contract.
         #[allow(clippy::undocumented_unsafe_blocks)]
         impl Dot for $set {
@@ -22,15 +22,7 @@ macro_rules! avx512 {
             unsafe fn run<R>(f: impl FnOnce() -> R) -> R {
                 f()
             }
-            #[inline(always)]
-            unsafe fn start(v: i32) -> __m512i {
-                unsafe { _mm512_set1_epi32(v) }
-            }
-            $dot
-            #[inline(always)]
-            unsafe fn numbers(sums: __m512i) -> __m512 {
-                unsafe { _mm512_cvtepi32_ps(sums) }
-            }
+            $($dots)*
             #[inline(always)]
             unsafe fn pick(words: __m512i, shift: i32, mask: u32) -> __m512i {
                 unsafe {
@@ -71,26 +63,49 @@ avx512!(
     Vnni,
     "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c",
     #[inline(always)]
-    unsafe fn dot<const WIDE: bool>(sums: __m512i, weights: __m512i, x: i32) -> __m512i {
+    unsafe fn start<const BITS: u32>(v: i32) -> __m512i {
+        unsafe { _mm512_set1_epi32(v) }
+    },
+    #[inline(always)]
+    unsafe fn dot<const BITS: u32>(sums: __m512i, weights: __m512i, x: i32) -> __m512i {
         unsafe { _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(x)) }
+    },
+    #[inline(always)]
+    unsafe fn numbers<const BITS: u32>(sums: __m512i, _: i32) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(sums) }
     }
 );
 
 avx512!(
     Avx512,
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
-    /// Two products of 63 * 127 fit 16 bits, of 255 * 127 they do not: those go in two halves.
+    /// Narrow products stay sums of 16 bits, all four; of bytes the two halves have their own.
     #[inline(always)]
-    unsafe fn dot<const WIDE: bool>(sums: __m512i, weights: __m512i, x: i32) -> __m512i {
+    unsafe fn start<const BITS: u32>(v: i32) -> __m512i {
+        unsafe { _mm512_set1_epi32(if BITS == NARROW { 0 } else { v }) }
+    },
+    #[inline(always)]
+    unsafe fn dot<const BITS: u32>(sums: __m512i, weights: __m512i, x: i32) -> __m512i {
         unsafe {
             let x = _mm512_set1_epi32(x);
-            if !WIDE {
-                return _mm512_add_epi32(sums, four_512(weights, x));
+            match BITS {
+                NARROW => return _mm512_add_epi16(sums, _mm512_maddubs_epi16(weights, x)),
+                WIDE => {}
+                _ => return _mm512_add_epi32(sums, four_512(weights, x)),
             }
             let nibble = _mm512_set1_epi8(15);
             let low = four_512(_mm512_and_si512(weights, nibble), x);
             let high = four_512(_mm512_and_si512(_mm512_srli_epi16::<4>(weights), nibble), x);
             _mm512_add_epi32(sums, _mm512_add_epi32(low, _mm512_slli_epi32::<4>(high)))
+        }
+    },
+    #[inline(always)]
+    unsafe fn numbers<const BITS: u32>(sums: __m512i, v: i32) -> __m512 {
+        unsafe {
+            _mm512_cvtepi32_ps(match BITS {
+                NARROW => _mm512_add_epi32(pairs_512(sums), _mm512_set1_epi32(v)),
+                _ => sums,
+            })
         }
     }
 );
@@ -108,21 +123,27 @@ impl Dot for Avx2 {
     unsafe fn run<R>(f: impl FnOnce() -> R) -> R {
         f()
     }
+    /// As that of AVX-512, and so the rest.
     #[inline(always)]
-    unsafe fn start(v: i32) -> Self::Sums {
-        unsafe { [_mm256_set1_epi32(v); 2] }
+    unsafe fn start<const BITS: u32>(v: i32) -> Self::Sums {
+        unsafe { [_mm256_set1_epi32(if BITS == NARROW { 0 } else { v }); 2] }
     }
-    /// As that of AVX-512.
     #[inline(always)]
-    unsafe fn dot<const WIDE: bool>(sums: Self::Sums, weights: [__m256i; 2], x: i32) -> Self::Sums {
+    unsafe fn dot<const BITS: u32>(sums: Self::Sums, weights: [__m256i; 2], x: i32) -> Self::Sums {
         unsafe {
             let x = _mm256_set1_epi32(x);
-            [add_256::<WIDE>(sums[0], weights[0], x), add_256::<WIDE>(sums[1], weights[1], x)]
+            [add_256::<BITS>(sums[0], weights[0], x), add_256::<BITS>(sums[1], weights[1], x)]
         }
     }
     #[inline(always)]
-    unsafe fn numbers(sums: Self::Sums) -> [__m256; 2] {
-        unsafe { [_mm256_cvtepi32_ps(sums[0]), _mm256_cvtepi32_ps(sums[1])] }
+    unsafe fn numbers<const BITS: u32>(mut sums: Self::Sums, v: i32) -> [__m256; 2] {
+        unsafe {
+            if BITS == NARROW {
+                let v = _mm256_set1_epi32(v);
+                sums = [_mm256_add_epi32(pairs_256(sums[0]), v), _mm256_add_epi32(pairs_256(sums[1]), v)];
+            }
+            [_mm256_cvtepi32_ps(sums[0]), _mm256_cvtepi32_ps(sums[1])]
+        }
     }
     #[inline(always)]
     unsafe fn pick(words: [__m256i; 2], shift: i32, mask: u32) -> [__m256i; 2] {
@@ -167,25 +188,41 @@ impl Dot for Avx2 {
 #[inline(always)]
 unsafe fn four_512(weights: __m512i, x: __m512i) -> __m512i {
     // SAFETY: called by sets of AVX-512 only.
-    unsafe { _mm512_madd_epi16(_mm512_maddubs_epi16(weights, x), _mm512_set1_epi16(1)) }
+    unsafe { pairs_512(_mm512_maddubs_epi16(weights, x)) }
+}
+
+/// Sums of the two of 16 bits in each lane.
+#[inline(always)]
+unsafe fn pairs_512(sums: __m512i) -> __m512i {
+    // SAFETY: called by sets of AVX-512 only.
+    unsafe { _mm512_madd_epi16(sums, _mm512_set1_epi16(1)) }
 }
 
 #[inline(always)]
-unsafe fn four_256(weights: __m256i, x: __m256i) -> __m256i {
+unsafe fn add_256<const BITS: u32>(sums: __m256i, weights: __m256i, x: __m256i) -> __m256i {
     // SAFETY: called by `Avx2` only.
-    unsafe { _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)) }
-}
-
-#[inline(always)]
-unsafe fn add_256<const WIDE: bool>(sums: __m256i, weights: __m256i, x: __m256i) -> __m256i {
-    // SAFETY: as above.
     unsafe {
-        if !WIDE {
-            return _mm256_add_epi32(sums, four_256(weights, x));
+        match BITS {
+            // Nothing saturates; of plain sums a compiler makes trees, which want more registers than there are.
+            NARROW => return _mm256_adds_epi16(sums, _mm256_maddubs_epi16(weights, x)),
+            WIDE => {}
+            _ => return _mm256_add_epi32(sums, four_256(weights, x)),
         }
         let nibble = _mm256_set1_epi8(15);
         let low = four_256(_mm256_and_si256(weights, nibble), x);
         let high = four_256(_mm256_and_si256(_mm256_srli_epi16::<4>(weights), nibble), x);
         _mm256_add_epi32(sums, _mm256_add_epi32(low, _mm256_slli_epi32::<4>(high)))
     }
+}
+
+#[inline(always)]
+unsafe fn four_256(weights: __m256i, x: __m256i) -> __m256i {
+    // SAFETY: as above.
+    unsafe { pairs_256(_mm256_maddubs_epi16(weights, x)) }
+}
+
+#[inline(always)]
+unsafe fn pairs_256(sums: __m256i) -> __m256i {
+    // SAFETY: as above.
+    unsafe { _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) }
 }
