@@ -8,6 +8,7 @@ use q4_core::formats::e2m1;
 use q4_simd::planes::{Planes, SHORT, by_byte, codes, tables, upper_codes};
 use q4_simd::{Avx2, Vector};
 use std::arch::x86_64::*;
+use std::hint;
 
 /// With f32 activations.
 pub const FLOAT: Product<FloatRows, FloatTile> =
@@ -196,7 +197,9 @@ unsafe fn panel_rows<const M: usize>(
         for g in 0..groups {
             // One after the other: six rows of a chain are twelve sums, more than hide the latency of a
             // multiply-add, and each load of x serves two of them.
-            let low = chain::<M>(tile, 16 * g, x, ld);
+            let mut low = chain::<M>(tile, 16 * g, x, ld);
+            // In memory from here on: the sums that follow need the registers.
+            hint::black_box(&mut low);
             let high = chain::<M>(tile, 16 * g + 4, x, ld);
             let scale = Avx2::load(tile.scales[g].as_ptr());
             for r in 0..M {
