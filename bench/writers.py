@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 HERE = pathlib.Path(__file__).resolve().parent
 IDS = [5, 17, 3, 200, 41, 9, 77, 120]
 # Rates beside llama.cpp and OpenVINO, which bench/cpu.sh --isa records on a machine that does nothing else.
-CELLS = ROOT / "bench/results/cpu-cells-avx2.json"
+CELLS = [ROOT / f"bench/results/cpu-cells-{isa}.json" for isa in ("avx2", "avx512vnni")]
 # What peers write, the layout it has, and where q4 takes it on its way back.
 MADE = [
     ("ct-sym-128", "compressed-tensors", ["gptq", "awq"]),
@@ -339,7 +339,8 @@ def main():
     quantised(q4, peers, quantized)
     take(args.published)
     take(args.decoders)
-    take(CELLS, r"-(Q4_0\.gguf|Q4_K\.gguf|int4)-")
+    for cells in CELLS:
+        take(cells, r"-(Q4_0\.gguf|Q4_K\.gguf|int4)-")
     versions = {}
     for name in ["formats", "llama.cpp", "modelopt", "llm-compressor", "mlx"]:
         out = args.work / f"versions-{name}.json"
