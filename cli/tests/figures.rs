@@ -46,7 +46,7 @@ fn filled(text: &str, machine: &str, recorded: Option<&Value>) -> String {
             ("h200", "headline") => headline("one H200", r, "decode, NVFP4 native"),
             ("cpu", "headline") => {
                 let threads = r["machine"]["threads"].as_u64().unwrap();
-                let on = format!("{threads} threads of an {}", r["machine"]["processor"].as_str().unwrap());
+                let on = format!("{threads} threads of an {}, with int8 inputs,", name(&r["machine"]));
                 headline(&on, r, "qwen3-4b decode nvfp4 int8") + &resident(r, "qwen3-4b q4 nvfp4 int8")
             }
             other => panic!("no table is called {other:?}"),
@@ -121,16 +121,21 @@ fn processor(recorded: &Value) -> String {
     let of =
         |kind: &str, field: &str| WHAT.map(|w| cell(recorded, &format!("{w} {kind}"), field)).into_iter();
     let machine = &recorded["machine"];
-    let head = format!(
-        "{} threads, {}",
-        machine["threads"].as_u64().unwrap(),
-        machine["processor"].as_str().unwrap()
-    );
+    let head = format!("{} threads, {}", machine["threads"].as_u64().unwrap(), name(machine));
     table(&head, &["4B decode", "4B prefill of 512", "0.6B decode", "0.6B prefill of 512"])
         + &line("q4, NVFP4", of("nvfp4 native", "q4"))
         + &line("q4, NVFP4, int8 activations", of("nvfp4 int8", "q4"))
         + &line("q4, NF4", of("nf4 native", "q4"))
         + &line("llama.cpp, Q4_0", of("nvfp4 native", "peer"))
+}
+
+/// A processor and the widest of its instructions that q4 has kernels for: vendors use a name for years.
+fn name(machine: &Value) -> String {
+    let has = |i: &str| machine["instructions"].as_array().unwrap().iter().any(|have| have == i);
+    let sets =
+        [("amx_int8", "AMX"), ("avx512_vnni", "AVX-512 VNNI"), ("avx512f", "AVX-512"), ("avx2", "AVX2")];
+    let set = sets.iter().find(|(flag, _)| has(flag)).map_or("no AVX2", |(_, set)| set);
+    format!("{} ({set})", machine["processor"].as_str().unwrap())
 }
 
 /// Rates of the whole model, a line per format and activations.
