@@ -331,7 +331,8 @@ fn panel_of<D: Dot, E: Encoding>(sixteens: usize) -> Panel {
     match (bits::<E>(), E::OFFSET != Offset::None) {
         (NARROW, false) => of_chain::<D, NARROW, false>(sixteens),
         (NARROW, true) => of_chain::<D, NARROW, true>(sixteens),
-        (MIDDLE, _) => panel::<D, 1, MIDDLE, false>,
+        (MIDDLE, false) => of_chain::<D, MIDDLE, false>(sixteens),
+        (MIDDLE, true) => of_chain::<D, MIDDLE, true>(sixteens),
         _ => of_chain::<D, WIDE, false>(sixteens),
     }
 }
