@@ -8,10 +8,10 @@
 //! there is none or that one does not tell it any more. `--record` writes that file anew.
 use q4_conformance::liars::{Mutant, device_of, honest, honest_on_card, honest_units, mutants};
 use q4_conformance::{
-    Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Profile, Proof, Runner, cases,
-    memory::CountingAllocator, proofs, run, serve,
+    Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Outcome, Profile, Proof, Runner,
+    cases, memory::CountingAllocator, proofs, run, serve,
 };
-use q4_core::{BUILTINS, BuiltinOptions, Code, Error, HostEnv, Registry, Result, ThreadPool};
+use q4_core::{BUILTINS, BuiltinOptions, Code, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::io::Write;
@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 // Naming them links them in.
 use {
@@ -65,8 +65,10 @@ const CAUGHT: &str = include_str!("../liars/caught.txt");
 enum Task {
     /// Says whether this mutant is caught, by one case or by its level.
     Catch(String, Option<String>),
-    /// Says which cases of these seeds a correct backend fails.
+    /// Says which cases of these seeds, a sample for each, a correct backend fails.
     Accuse(String, std::ops::Range<u64>),
+    /// Says which cases of one part of the suite, nothing left out of it, a correct backend fails.
+    Whole(String, usize),
     /// Runs these cases, or the one there is, of a mutant that may end its process.
     Serve(String, std::ops::Range<usize>, Option<String>),
 }
@@ -93,6 +95,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
                 let (name, from, to) = (value()?, number(value()?)?, number(value()?)?);
                 line.task = Some(Task::Accuse(name, from as u64..to as u64));
             }
+            "--whole" => line.task = Some(Task::Whole(value()?, number(value()?)?)),
             "--serve" => line.task = Some(Task::Serve(value()?, number(value()?)?..number(value()?)?, None)),
             other => return Err(bad(&format!("`{other}` is unknown"))),
         }
@@ -129,6 +132,7 @@ fn run_task(task: &Task, sample: usize) -> Result<()> {
             found.into_iter().map(|case| Alarm { seed: 0, case }).collect()
         }
         Task::Accuse(name, seeds) => accuse(name, seeds.clone(), sample, &threads)?,
+        Task::Whole(name, part) => whole(name, *part, &threads)?,
     };
     let text =
         serde_json::to_string(&found).map_err(|e| Error::new(Code::Internal, format!("an answer: {e}")))?;
@@ -148,6 +152,11 @@ struct Alarm {
 
 /// Seeds that one child process takes.
 const SEEDS: u64 = 25;
+/// Backends that mutants are made of. They meet the whole suite once, with seed 0; built-ins have it behind
+/// them when `q4 conformance` is right.
+const WHOLE: [&str; 2] = ["honest", UNITS];
+/// Child processes that share the whole suite of one: it is what takes longest here.
+const PARTS: usize = 8;
 
 /// Every mutant and every correct backend, as many at a time as there are processors; says what came of it as
 /// it comes.
@@ -155,12 +164,20 @@ fn all(line: &Line) -> Result<u8> {
     let is_chosen = |l: &&Mutant| line.only.as_ref().is_none_or(|only| only == l.name);
     let mutants: Vec<_> = mutants().filter(is_chosen).collect();
     let seeds = if line.only.is_some() { 0 } else { line.seeds };
-    let correct = ["honest", ON_CARD, UNITS].into_iter().chain(BUILTINS);
-    let ranges: Vec<_> = correct
-        .flat_map(|name| {
-            (0..seeds.div_ceil(SEEDS)).map(move |i| (name, i * SEEDS..seeds.min((i + 1) * SEEDS)))
+    let parts = if seeds > 0 { PARTS } else { 0 };
+    let wholes = WHOLE.iter().flat_map(|name| {
+        (0..parts).map(move |part| ["--whole".to_owned(), (*name).to_owned(), part.to_string()].to_vec())
+    });
+    let sample = line.sample.to_string();
+    let samples = ["honest", ON_CARD, UNITS].into_iter().chain(BUILTINS).flat_map(|name| {
+        let from = u64::from(WHOLE.contains(&name));
+        let sample = sample.clone();
+        (from..seeds).step_by(SEEDS as usize).map(move |at| {
+            let (from, to) = (at.to_string(), seeds.min(at + SEEDS).to_string());
+            ["--accuse", name, &from, &to, "--sample", &sample].map(str::to_owned).to_vec()
         })
-        .collect();
+    });
+    let accusations: Vec<_> = wholes.chain(samples).collect();
     let tell = |text: String| if line.json { Ok(()) } else { say(&text) };
     tell("| liar | what it does | level | outcome | case |\n|---|---|---|---|---|\n".into())?;
     let (mut missed, mut alarms, mut recorded) = (Vec::new(), Vec::new(), String::new());
@@ -185,16 +202,14 @@ fn all(line: &Line) -> Result<u8> {
         std::fs::write(path, &recorded)
             .map_err(|e| Error::new(Code::Io, path.display().to_string()).have(e.to_string()))?;
     }
-    let sample = line.sample.to_string();
     at_once(
-        &ranges,
-        |(name, seeds)| {
-            ask(&["--accuse", name, &seeds.start.to_string(), &seeds.end.to_string(), "--sample", &sample])
-        },
-        |(name, _), found| {
+        &accusations,
+        |words| ask(words),
+        |words, found| {
             for Alarm { seed, case } in found? {
                 let message = case.message.as_deref().unwrap_or("").replace('\n', " ");
-                let (outcome, id) = (case.outcome.as_str(), &case.id);
+                // A task, then whose it is.
+                let (name, outcome, id) = (&words[1], case.outcome.as_str(), &case.id);
                 tell(format!("\nfalse alarm: {name}, seed {seed}: {outcome} {id}: {message}\n"))?;
                 alarms.push(json!({ "backend": name, "seed": seed, "case": case }));
             }
@@ -269,10 +284,11 @@ fn told(mutant: &Mutant) -> Result<Vec<Alarm>> {
 }
 
 /// The answer of this executable to other words.
-fn ask(words: &[&str]) -> Result<Vec<Alarm>> {
+fn ask(words: &[impl AsRef<str>]) -> Result<Vec<Alarm>> {
+    let words: Vec<_> = words.iter().map(AsRef::as_ref).collect();
     let what = || format!("liars {}", words.join(" "));
     let output = own_command()
-        .args(words)
+        .args(&words)
         .stdin(Stdio::null())
         .output()
         .map_err(|e| Error::new(Code::Io, what()).have(e.to_string()))?;
@@ -354,14 +370,8 @@ fn child(
     serve(&cases, range, &bench, &mut std::io::stdout())
 }
 
-/// Bad outcomes of a correct backend: a sample of the suite for every seed, and once the whole of it for the
-/// backends that mutants are made of. Built-ins have it behind them when `q4 conformance` is right.
-fn accuse(
-    name: &str,
-    seeds: std::ops::Range<u64>,
-    sample: usize,
-    threads: &ThreadPool,
-) -> Result<Vec<Alarm>> {
+/// A correct backend, and the host it runs on.
+fn correct(name: &str) -> Result<(Arc<dyn Q4Backend>, HostEnv)> {
     let registry = Registry::builtin(&BuiltinOptions::default())?;
     let backend = match name {
         "honest" => honest(),
@@ -373,17 +383,52 @@ fn accuse(
             .ok_or_else(|| Error::new(Code::LibraryRefused, format!("{name} is not live here")))?,
     };
     let env = HostEnv { vendor: backend.devices(), ..registry.env().clone() };
+    Ok((backend, env))
+}
+
+/// Bad outcomes of a correct backend among a sample of the suite for every seed.
+fn accuse(
+    name: &str,
+    seeds: std::ops::Range<u64>,
+    sample: usize,
+    threads: &ThreadPool,
+) -> Result<Vec<Alarm>> {
+    let (backend, env) = correct(name)?;
     let mut alarms = Vec::new();
     for seed in seeds {
-        let sample = (seed > 0 || !["honest", UNITS].contains(&name)).then_some(sample);
         let device = device_of(&*backend);
-        let options = Options { seed, sample, device, ..Options::of(Profile::Training) };
+        let options = Options { seed, sample: Some(sample), device, ..Options::of(Profile::Training) };
         let report = run(&*backend, &options, &env, threads);
         alarms.extend(report.failures.into_iter().map(|f| Alarm { seed, case: f.case }));
         if !report.conformant && alarms.is_empty() {
             return Err(Error::new(Code::ConformanceFailed, format!("{name}, seed {seed}"))
                 .have(report.notes.join("; ")));
         }
+    }
+    Ok(alarms)
+}
+
+/// Bad outcomes of a correct backend in one part of the whole suite: every [`PARTS`]th case.
+fn whole(name: &str, part: usize, threads: &ThreadPool) -> Result<Vec<Alarm>> {
+    let (backend, env) = correct(name)?;
+    let device = device_of(&*backend);
+    let proofs = proofs(&*backend, &env, device);
+    let all = cases(&proofs, None, &Options { device, ..Options::of(Profile::Training) });
+    let own: Vec<_> = all.into_iter().skip(part).step_by(PARTS).collect();
+    let bench = Bench { backend: &*backend, env: &env, device, threads, abi: None, proofs: &proofs };
+    let (mut alarms, mut passed) = (Vec::new(), 0);
+    InProcess.run(&own, &bench, &mut |case| {
+        passed += usize::from(case.outcome == Outcome::Pass);
+        if case.outcome.is_bad() {
+            alarms.push(Alarm { seed: 0, case });
+        }
+        true
+    });
+    // Of a claim that is not made there is no case, which would be nothing found as well.
+    if passed == 0 && alarms.is_empty() {
+        return Err(Error::new(Code::ConformanceFailed, format!("{name}, part {part}"))
+            .need("cases that pass")
+            .have(format!("{} cases", own.len())));
     }
     Ok(alarms)
 }
