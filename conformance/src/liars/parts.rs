@@ -62,7 +62,7 @@ pub struct Parts {
     pub(super) fp8: fn(u8) -> f32,
     /// Value of an FP8 code under a scale.
     pub(super) fp8_value: fn(f32, f32) -> f32,
-    /// Which scale an element of FP8 has.
+    /// Which scale an element of FP8 has; asked at every 16th column where tiles are whole steps of 16.
     pub(super) tile_of: fn(Element8) -> usize,
     /// Value of an element from code, block scale and per-tensor scale.
     pub(super) value: fn(f32, f32, Option<GlobalScale>) -> f32,
