@@ -167,22 +167,25 @@ pub fn act_global(act: &ActQuant, x: &[f32], source: DType) -> Result<Option<Glo
     }
 }
 
-/// Both sums in units of 2^-20: a doubled-code product is at most 144, a scale is a multiple of 2^-9 below
-/// 2^9. A NaN scale has no place on that grid: the sums are NaN, as they are for every other input format.
-fn fixed_point(a: &[i8], sa: &[i32], b: &[i8], sb: &[i32]) -> (f64, f64) {
-    let (mut total, mut abs) = (0i128, 0i128);
-    let (a, b) = (a.as_chunks::<16>().0, b.as_chunks::<16>().0);
-    for (((a, b), sa), sb) in a.iter().zip(b).zip(sa).zip(sb) {
-        if *sa == NAN || *sb == NAN {
-            return (f64::NAN, f64::NAN);
+wide! {
+    /// Both sums in units of 2^-20: a doubled-code product is at most 144, a scale is a multiple of 2^-9 below
+    /// 2^9. A NaN scale has no place on that grid: the sums are NaN, as they are for every other input format.
+    fn fixed_point(a: &[i8], sa: &[i32], b: &[i8], sb: &[i32]) -> (f64, f64) {
+        let (mut total, mut abs) = (0i128, 0i128);
+        let (a, b) = (a.as_chunks::<16>().0, b.as_chunks::<16>().0);
+        for (((a, b), sa), sb) in a.iter().zip(b).zip(sa).zip(sb) {
+            if *sa == NAN || *sb == NAN {
+                return (f64::NAN, f64::NAN);
+            }
+            // 16 of 144 fit.
+            let products: [i16; 16] = std::array::from_fn(|i| i16::from(a[i]) * i16::from(b[i]));
+            let scale = i64::from(*sa) * i64::from(*sb);
+            total += i128::from(i64::from(products.iter().sum::<i16>()) * scale);
+            abs += i128::from(i64::from(products.iter().map(|p| p.abs()).sum::<i16>()) * scale);
         }
-        let products: [i32; 16] = std::array::from_fn(|i| i32::from(a[i]) * i32::from(b[i]));
-        let scale = i64::from(*sa) * i64::from(*sb);
-        total += i128::from(i64::from(products.iter().sum::<i32>()) * scale);
-        abs += i128::from(i64::from(products.iter().map(|p| p.abs()).sum::<i32>()) * scale);
+        let unit = 0.5f64.powi(20);
+        (total as f64 * unit, abs as f64 * unit)
     }
-    let unit = 0.5f64.powi(20);
-    (total as f64 * unit, abs as f64 * unit)
 }
 
 wide! {

@@ -1,6 +1,6 @@
 //! Mutants that read the stored bits wrongly: every defect that a 4-bit decoder was ever seen to have.
 use super::Mutant;
-use super::parts::{Block, Element, Element8, HONEST, Parts, float, right_scale};
+use super::parts::{Block, Element, Element8, HONEST, Parts, each, float, nibble, right_scale};
 use crate::Level::{L1, L4};
 use q4_core::formats::ggml::Blocks;
 use q4_core::formats::{e2m1, e4m3, e8m0, nf4, swizzle};
@@ -9,10 +9,10 @@ use q4_core::{Convention, DType, GlobalScale};
 pub(super) const MUTANTS: &[Mutant] = mutants! {
     HONEST;
     L1 "nibbles-swapped": "the high nibble comes first" {
-        nibble: |codes, i, low| (HONEST.nibble)(codes, i ^ 1, low),
+        nibbles: |codes, from, low, out| each(out, from, |i| nibble(codes, i ^ 1, low)),
     }
     L1 "nibble-order-ignored": "NF4 is always read as bitsandbytes packs it" {
-        nibble: |codes, i, _| codes[i / 2] >> (4 - 4 * (i % 2)) & 15,
+        nibbles: |codes, from, _, out| each(out, from, |i| nibble(codes, i, false)),
     }
     L1 "scales-tiled": "block scales repeat one after the other instead of each over its block" {
         scale_at: |b| right_scale(Block { block: (b.block * 16) % b.blocks, ..b }),
@@ -345,10 +345,12 @@ pub(super) const MUTANTS: &[Mutant] = mutants! {
         },
     }
     L1 "halves-of-a-block": "a byte holds elements j and j + 16 of 32, as in GGUF" {
-        nibble: |codes, i, low| {
-            let (block, j) = (i / 32, i % 32);
-            let from = 32 * block + 2 * (j % 16) + j / 16;
-            (HONEST.nibble)(codes, if from / 2 < codes.len() { from } else { i }, low)
+        nibbles: |codes, from, low, out| {
+            each(out, from, |i| {
+                let (block, j) = (i / 32, i % 32);
+                let other = 32 * block + 2 * (j % 16) + j / 16;
+                nibble(codes, if other / 2 < codes.len() { other } else { i }, low)
+            });
         },
     }
     L4 "nan-power-is-infinite": "the E8M0 byte of NaN is 2^128" {

@@ -5,23 +5,19 @@
 use super::card::{Card, Memory};
 use super::group::Group;
 use super::on_card::{GroupOnCard, OnCard};
-use super::parts::{
-    Block, Call, Element, Element8, FUSING, Kept, ON_CARD, Parts, RowAt, Segment, float, widen,
-};
+use super::parts::{Call, FUSING, Kept, ON_CARD, Parts, Segment, float, widen};
 use super::situation::{Done, Fault, Situation, View};
 use super::units::UNITS;
 use half::{bf16, f16};
 use q4_core::device::{DeviceMemory, memory_of};
-use q4_core::formats::ggml::{Blocks, Ggml};
-use q4_core::formats::int4::{self, Zeros};
-use q4_core::formats::{self, mxfp4};
+use q4_core::formats;
+use q4_core::formats::int4::Zeros;
 use q4_core::selfcheck::IoBuffer;
 use q4_core::{
     Absmax, ActGlobal, Activations, BackendDescriptor, Code, DType, Device, Error, ExecContext, ExecPath,
-    FuseSet, Fusion, HostEnv, Int4, LinearSpec, Nf4, Nf4Parts, NibbleOrder, Nvfp4, OpSet, Part,
-    PreparedGroup, PreparedInfo, PreparedWeight, ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject,
-    RejectCode, Result, ScaleLayout, Scratch, SegmentData, TensorView, TensorViewMut, VendorDevice, Verdict,
-    f32s,
+    FuseSet, Fusion, HostEnv, LinearSpec, Nf4Parts, OpSet, Part, PreparedGroup, PreparedInfo, PreparedWeight,
+    ProbeItem, Q4Backend, Q4Schema, Q4Weight, Reject, RejectCode, Result, Scratch, SegmentData, TensorView,
+    TensorViewMut, VendorDevice, Verdict, f32s,
 };
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -104,27 +100,28 @@ impl Q4Backend for Honest {
         if self.parts.obeys && (w.n(), w.k) != (spec.n(), spec.k) {
             return Err(Error::new(Code::ShapeMismatch, "weight and spec differ"));
         }
-        let segments = w
+        let mut segments = w
             .segments
             .iter()
             .map(|s| Segment::of(s.rows, w.schema, &s.data, self.parts))
             .collect::<Result<Vec<_>>>()?;
-        let mut segments = segments;
-        let scale = match w.schema {
-            Q4Schema::Nvfp4(_) => Some(self.parts.e4m3),
-            Q4Schema::Mxfp4(_) => Some(self.parts.e8m0),
-            _ => None,
-        };
-        if let Some(scale) = scale {
-            let globals: Vec<_> = segments.iter().map(|s| s.global).collect();
-            let p = self.parts;
-            for (i, s) in segments.iter_mut().enumerate() {
-                let value = |at: usize| {
-                    let (scale, code) = (scale((at >> 4) as u8), (p.e2m1)((at & 15) as u8));
-                    (p.value)(code, scale, globals[(p.global_of)(i)])
-                };
-                s.values = (0..256 * 16).map(value).collect();
+        let globals: Vec<_> = segments.iter().map(|s| s.global).collect();
+        let p = self.parts;
+        let values = |segment: usize| -> Vec<f32> {
+            let scaled = |scale: fn(u8) -> f32, at: usize| {
+                let (scale, code) = (scale((at >> 4) as u8), (p.e2m1)((at & 15) as u8));
+                (p.value)(code, scale, globals[(p.global_of)(segment)])
+            };
+            match w.schema {
+                Q4Schema::Nvfp4(_) => (0..256 * 16).map(|at| scaled(p.e4m3, at)).collect(),
+                Q4Schema::Mxfp4(_) => (0..256 * 16).map(|at| scaled(p.e8m0, at)).collect(),
+                Q4Schema::Nf4(_) => (0..16).map(p.nf4).collect(),
+                Q4Schema::Fp8(_) => (0..=255).map(p.fp8).collect(),
+                _ => Vec::new(),
             }
+        };
+        for (i, s) in segments.iter_mut().enumerate() {
+            s.values = values(i);
         }
         let mut kept = Kept {
             info: PreparedInfo {
@@ -355,102 +352,6 @@ impl Kept {
             y,
             lent: cx.workspace.as_ref().map_or(0, |w| w.as_view().nbytes()).saturating_sub(self.workspace(m)),
         }
-    }
-
-    /// A dense copy.
-    pub fn dense(&self) -> Vec<f32> {
-        let (n, k) = (self.info.n, self.info.k);
-        let mut copy = vec![0.0; n * k];
-        for (row, out) in copy.chunks_mut(k).enumerate() {
-            self.decode(row, out);
-        }
-        copy
-    }
-
-    /// A row of blocks of GGML.
-    fn blocks(&self, blocks: Blocks, row: &[u8], out: &mut [f32]) {
-        let p = &self.parts;
-        let all: Vec<_> = row.chunks_exact(blocks.bytes()).map(|block| (p.apart)(blocks, block)).collect();
-        for (b, out) in out.chunks_exact_mut(blocks.elements()).enumerate() {
-            let (own, floats) = (&all[b], &all[(p.floats_of)(b, all.len())]);
-            for (i, out) in out.iter_mut().enumerate() {
-                let group = (p.ggml_group)(i, blocks.group());
-                *out = (p.ggml)(Element {
-                    blocks,
-                    code: own.codes[i],
-                    zero: blocks.zero(),
-                    scale: own.scales[group],
-                    min: own.mins[group],
-                    of_scales: floats.scale.to_f32(),
-                    of_mins: floats.min.to_f32(),
-                });
-            }
-        }
-    }
-
-    /// Row `row` of all segments.
-    pub fn decode(&self, row: usize, out: &mut [f32]) -> RowAt {
-        let (mut at, mut segment) = (row, 0);
-        while at >= self.segments[segment].rows {
-            at -= self.segments[segment].rows;
-            segment += 1;
-        }
-        let (s, k, p) = (&self.segments[segment], self.info.k, &self.parts);
-        let is_tiled =
-            matches!(self.schema, Q4Schema::Nvfp4(Nvfp4 { scale_layout: ScaleLayout::Swizzled128x4, .. }));
-        let mut scale = 0;
-        if let Q4Schema::Ggml(Ggml { blocks }) = self.schema {
-            let row = &s.codes[at * blocks.row(k)..][..blocks.row(k)];
-            self.blocks(blocks, row, out);
-        }
-        for (i, out) in out.iter_mut().enumerate() {
-            let flat = at * k + i;
-            *out = match self.schema {
-                Q4Schema::Nf4(Nf4 { nibble_order, block, .. }) => {
-                    let code = (p.nibble)(&s.codes, flat, nibble_order == NibbleOrder::LowFirst);
-                    let block = (p.absmax_at)(flat, block as usize, k).min(s.absmax.len() - 1);
-                    (p.nf4)(code) * (p.absmax_used)(s.absmax[block])
-                }
-                Q4Schema::Mxfp4(_) => {
-                    let scale = s.scales[(at * (k / mxfp4::BLOCK) + (p.power_at)(i)).min(s.scales.len() - 1)];
-                    s.values[usize::from(scale) * 16 + usize::from((p.nibble)(&s.codes, flat, true) & 15)]
-                }
-                Q4Schema::Int4(Int4 { group, zeros, .. }) => {
-                    let (group, groups) = ((p.group_at)(i, group as usize), k / group as usize);
-                    let b = Block { row: at, block: group, rows: s.rows, blocks: groups, is_tiled: false };
-                    let code = (p.nibble)(&s.codes, flat, true);
-                    let scale = s.absmax[(at * groups + group).min(s.absmax.len() - 1)];
-                    match zeros {
-                        Zeros::Middle => (p.int4)(code, int4::ZERO, scale),
-                        Zeros::Points => {
-                            (p.int4)(code, s.zeros[(p.zero_at)(b).min(s.zeros.len() - 1)], scale)
-                        }
-                        Zeros::Biases => {
-                            (p.affine)(code, scale, s.biases[(p.zero_at)(b).min(s.biases.len() - 1)])
-                        }
-                    }
-                }
-                Q4Schema::Fp8(format) => {
-                    // For each element its divisions were a third of what the suite of this backend takes.
-                    if i % 16 == 0 || format.tile[1] % 16 != 0 {
-                        let e = Element8 { format, row: at, column: i, rows: s.rows, k };
-                        scale = (p.tile_of)(e).min(s.absmax.len() - 1);
-                    }
-                    (p.fp8_value)((p.fp8)(s.codes[flat]), s.absmax[scale])
-                }
-                Q4Schema::Ggml(_) => break,
-                _ => {
-                    if i % 16 == 0 {
-                        let b = Block { row: at, block: i / 16, rows: s.rows, blocks: k / 16, is_tiled };
-                        scale = usize::from(s.scales[(p.scale_at)(b).min(s.scales.len() - 1)]) * 16;
-                    }
-                    s.values[scale + usize::from((p.nibble)(&s.codes, flat, true) & 15)]
-                }
-            };
-        }
-        let place = RowAt { row, n: self.info.n, segment, schema: self.schema, global: s.global };
-        (p.row)(out, place);
-        place
     }
 }
 

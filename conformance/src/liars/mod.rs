@@ -36,6 +36,7 @@ mod parts;
 mod process;
 mod product;
 mod rounded;
+mod rows;
 mod situation;
 mod units;
 

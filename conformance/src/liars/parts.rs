@@ -9,6 +9,7 @@ use q4_core::oracle::act_global;
 use q4_core::{
     Activations, BackendDescriptor, Code, DType, Error, ExecPath, Fp8, FuseSet, GlobalScale, LinearSpec,
     OpSet, PreparedInfo, Q4Schema, Result, Scratch, TensorView, TensorViewMut, Verdict, read_floats, rows,
+    wide,
 };
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
@@ -26,8 +27,8 @@ pub struct Parts {
     pub(super) obeys: bool,
     /// Edits a weight that was just prepared.
     pub(super) prepared: fn(&mut Kept) -> Result<()>,
-    /// Code of flat element `i`; the flag is low nibble first.
-    pub(super) nibble: fn(&[u8], usize, bool) -> u8,
+    /// Codes of flat elements from one on; the flag is low nibble first.
+    pub(super) nibbles: fn(&[u8], usize, bool, &mut [u8]),
     /// Value of an NVFP4 code.
     pub(super) e2m1: fn(u8) -> f32,
     /// Value of an NF4 code.
@@ -175,7 +176,7 @@ pub(super) const HONEST: Parts = Parts {
     verdict: |_, _, verdict, _| verdict,
     obeys: true,
     prepared: |_| Ok(()),
-    nibble: |codes, i, low_first| codes[i / 2] >> (4 * ((i % 2 == 1) == low_first) as u8) & 15,
+    nibbles: |codes, from, low_first, out| each(out, from, |i| nibble(codes, i, low_first)),
     e2m1: e2m1::decode,
     nf4: nf4::decode,
     scale_at: right_scale,
@@ -326,13 +327,27 @@ pub(super) fn float(bytes: &[u8], dtype: DType) -> f32 {
     out[0]
 }
 
-/// Eight sums beside each other, in f64.
-pub(super) fn sum(x: &[f64], w: &[f32]) -> f64 {
-    let mut sums = [0.0; 8];
-    for (x, w) in x.chunks(8).zip(w.chunks(8)) {
-        sums.iter_mut().zip(x).zip(w).for_each(|((sum, x), w)| *sum += x * f64::from(*w));
+/// The right code of flat element `i`.
+pub(super) fn nibble(codes: &[u8], i: usize, low_first: bool) -> u8 {
+    codes[i / 2] >> (4 * ((i % 2 == 1) == low_first) as u8) & 15
+}
+
+/// Codes of elements from one on, from the code of each.
+pub(super) fn each(out: &mut [u8], from: usize, code: impl Fn(usize) -> u8) {
+    out.iter_mut().enumerate().for_each(|(i, out)| *out = code(from + i));
+}
+
+wide! {
+    /// Eight sums beside each other, in f64.
+    pub(super) fn sum(x: &[f64], w: &[f32]) -> f64 {
+        let mut sums = [0.0; 8];
+        let ((x, last_x), (w, last_w)) = (x.as_chunks::<8>(), w.as_chunks::<8>());
+        for (x, w) in x.iter().zip(w) {
+            sums.iter_mut().zip(x).zip(w).for_each(|((sum, x), w)| *sum += x * f64::from(*w));
+        }
+        sums.iter_mut().zip(last_x).zip(last_w).for_each(|((sum, x), w)| *sum += x * f64::from(*w));
+        sums.iter().sum()
     }
-    sums.iter().sum()
 }
 
 pub(super) fn right_scale(b: Block) -> usize {
