@@ -148,11 +148,14 @@ fn released(bench: &Bench<'_>, path: ExecPath, problem: &Problem<'_>) -> Result<
     // A thread or a table that is made once is not a leak; a byte a round is.
     let allocated = watched.allocated_left.filter(|left| *left >= ROUNDS as u64);
     let resident = grown.filter(|grown| *grown > SLACK);
+    // What other processes take of the device in the meantime cannot be told from it.
     let on_device = device.taken()?.filter(|taken| *taken > SLACK);
-    if let Some(bytes) = allocated.or(resident).or(on_device) {
+    let more = |bytes: u64| format!("{bytes} bytes more than before");
+    let of_all = |bytes: u64| format!("{} on the device, by all its processes", more(bytes));
+    if let Some(have) = allocated.or(resident).map(more).or(on_device.map(of_all)) {
         return Err(failed(&format!("{ROUNDS} weights were prepared and released"))
             .need("no growth")
-            .have(format!("{bytes} bytes more than before")));
+            .have(have));
     }
     // A weight after a thousand others is as right as the first.
     let seen = super::forward::check(bench, path, problem)?;
