@@ -112,17 +112,17 @@ pub struct Draft<'a> {
 }
 
 impl<'a> Draft<'a> {
-    /// An answer to a prompt of `prompt_tokens`, behind which the cache has room for `room` more.
+    /// An answer to `history`, all tokens before it, behind which the cache has room for `room` more.
     ///
     /// # Errors
     /// As [`StopMatcher::new`].
-    pub fn new(tokenizer: &'a Tokenizer, limits: &Limits, prompt_tokens: usize, room: usize) -> Result<Self> {
+    pub fn new(tokenizer: &'a Tokenizer, limits: &Limits, history: &[u32], room: usize) -> Result<Self> {
         let most = limits.max_tokens.min(room);
         let answer = Answer {
             text: String::new(),
             ids: Vec::with_capacity(most),
             likely: Ranking::new(limits.top_logprobs, most),
-            prompt_tokens,
+            prompt_tokens: history.len(),
             finish: FinishReason::Length,
             prefill: Duration::ZERO,
             decode: Duration::ZERO,
@@ -132,7 +132,7 @@ impl<'a> Draft<'a> {
             stream: tokenizer.stream(true),
             matcher: StopMatcher::new(&limits.stop_strings)?,
             form: limits.form.as_ref().map(Grammar::matcher),
-            collapse: Collapse::default(),
+            collapse: Collapse::behind(history),
             stop_ids: limits.stop_ids.clone(),
             top_logprobs: limits.top_logprobs,
             most: limits.max_tokens,
@@ -197,6 +197,7 @@ impl<'a> Draft<'a> {
         {
             self.ended = Some(FinishReason::Stop);
         }
+        self.collapse.take(id);
         self.answer.ids.push(id);
         Ok(true)
     }
@@ -254,9 +255,11 @@ impl<'a> Draft<'a> {
 
 /// Tells logits that are finite and know nothing: all equal, or the same for every one of the first tokens of
 /// an answer. Whoever repeats himself has other logits each time, so nothing is looked at once two rows
-/// differ.
-#[derive(Default)]
+/// differ; only where all there is so far is one token again and again may the bits be the same, for attention
+/// to equal values is that value.
 struct Collapse {
+    /// The token that is all there is so far.
+    only: Option<u32>,
     before: Option<u64>,
     same: usize,
     over: bool,
@@ -265,6 +268,15 @@ struct Collapse {
 impl Collapse {
     /// Rows in a row that are the same, bit for bit.
     const ROWS: usize = 8;
+
+    fn behind(history: &[u32]) -> Self {
+        let only = history.first().copied().filter(|first| history.iter().all(|id| id == first));
+        Self { only, before: None, same: 0, over: false }
+    }
+
+    fn take(&mut self, id: u32) {
+        self.only = self.only.filter(|only| *only == id);
+    }
 
     fn look(&mut self, logits: &[f32]) -> Result<()> {
         if self.over {
@@ -279,6 +291,9 @@ impl Collapse {
         if logits.len() > 1 && logits.iter().all(|l| *l == logits[0]) {
             return told("the same logit for every token");
         }
+        if self.only.is_some() {
+            return Ok(());
+        }
         // FNV-1a over the bits.
         let row = logits.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, l| {
             (hash ^ u64::from(l.to_bits())).wrapping_mul(0x0000_0100_0000_01b3)
@@ -290,5 +305,30 @@ impl Collapse {
             return told("the same logits at every position");
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Which of so many equal rows behind `history`, with `id` drawn from each, is told.
+    fn told(history: &[u32], id: u32, rows: usize) -> Option<usize> {
+        let mut collapse = Collapse::behind(history);
+        (1..=rows).find(|_| {
+            let is_told = collapse.look(&[0.5, 1.5, -1.0]).is_err();
+            collapse.take(id);
+            is_told
+        })
+    }
+
+    #[test]
+    fn equal_rows_are_told_unless_all_there_is_is_one_token() {
+        assert_eq!(told(&[1, 2], 2, 20), Some(Collapse::ROWS));
+        assert_eq!(told(&[2, 2], 2, 20), None);
+        assert_eq!(told(&[2], 2, 20), None);
+        // The first row is that of the prompt alone.
+        assert_eq!(told(&[2, 2], 1, 20), Some(Collapse::ROWS + 1));
+        assert!(Collapse::behind(&[2]).look(&[0.5; 3]).is_err(), "the same for every token is always told");
     }
 }

@@ -31,7 +31,8 @@ pub fn generate(
     let prefill = start.elapsed();
     let start = Instant::now();
     let room = runner.context() - runner.tokens().len();
-    let mut draft = Draft::new(tokenizer, limits, prompt.len(), room)?;
+    let mut draft = Draft::new(tokenizer, limits, runner.tokens(), room)?;
+    draft.answer.prompt_tokens = prompt.len();
     draft.answer.prefill = prefill;
     if !is_whole {
         draft.answer.finish = FinishReason::Interrupted;

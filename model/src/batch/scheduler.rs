@@ -225,7 +225,7 @@ impl<'a> Scheduler<'a> {
         }
         request.nudges.validate(vocab)?;
         let sampler = Sampler::new(request.params.clone(), vocab)?;
-        let draft = Draft::new(self.tokenizer, &request.limits, prompt.len(), context - prompt.len())?;
+        let draft = Draft::new(self.tokenizer, &request.limits, prompt, context - prompt.len())?;
         Ok((sampler, draft))
     }
 
