@@ -72,7 +72,7 @@ extern "C" __global__ void q4_fp8(Matrix x, u32 reach, float fixed, float *out) 
     for (u32 c = first + threadIdx.x; c < end; c += 128) {
         float v = load(x, row * x.ld + c), value = 0;
         if (scale != 0) {
-            float code = e4m3_value((u32)e4m3_of(fminf(__fdiv_rn(fabsf(v), scale), 448.0f)));
+            float code = e4m3_nearest(fminf(__fdiv_rn(fabsf(v), scale), 448.0f));
             value = __fmul_rn(v < 0 ? -code : code, scale);
         }
         out[(u64)row * x.cols + c] = fits ? value : __uint_as_float(0x7fc00000u);
