@@ -25,6 +25,7 @@ def parts(q4):
         "schemas": schemas.schemas,
         "mask": schemas.mask,
         "load": load.load,
+        "shared": load.shared,
         "cost": load.cost,
         "peer": peer.peer,
         "guidellm": peer.guided,

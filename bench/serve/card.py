@@ -8,7 +8,7 @@ from rows import must, row, run
 
 from . import model
 from .asked import asked, compared, of_batch
-from .crowd import bodies, share
+from .crowd import Work, bodies, share
 from .long import until_first
 from .server import Server, say
 
@@ -59,7 +59,7 @@ def beside(q4, server):
         while server.metric("num_requests_running") < OTHERS:
             assert others.poll() is None, "the others ended"
         firsts = []
-        for body in bodies(PROMPTS, PROMPT, 1, seed=5):
+        for body in bodies(PROMPTS, Work(PROMPT, 1), seed=5):
             begun, first = until_first(server.port, body["prompt"])
             firsts.append(first - begun)
         assert others.poll() is None, "the others ended"

@@ -28,15 +28,30 @@ class Measured:
         return self.tokens / self.seconds
 
 
-def bodies(count, prompt, answer, seed=8):
-    """Requests of `prompt` random tokens that have exactly `answer` tokens as their answer; no server may
-    know any of it already."""
-    draw = random.Random(seed)
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a request asks for: a prompt of random tokens, of which so many begin every prompt, and an answer
+    of exactly so many."""
+
+    prompt: int
+    answer: int
+    shared: int = 0
+
+    def __str__(self):
+        own = f"prompts of {self.prompt} random tokens, answers of {self.answer}"
+        return own + f"; all begin with the same {self.shared}" * (self.shared > 0)
+
+
+def bodies(count, work, seed=8):
+    """Requests of that work. No server may know any of a prompt already, unless prompts begin alike: then it
+    may know that."""
+    draw, begin = random.Random(seed), random.Random(work.shared)
+    shared = [begin.choice(IDS) for _ in range(work.shared)]
     return [
         {
-            "prompt": [draw.choice(IDS) for _ in range(prompt)], "max_tokens": answer, "temperature": 0,
-            "ignore_eos": True, "cache_prompt": False, "stream": True,
-            "stream_options": {"include_usage": True},
+            "prompt": shared + [draw.choice(IDS) for _ in range(work.prompt - work.shared)],
+            "max_tokens": work.answer, "temperature": 0, "ignore_eos": True,
+            "cache_prompt": work.shared > 0, "stream": True, "stream_options": {"include_usage": True},
         }
         for _ in range(count)
     ]

@@ -2,17 +2,18 @@
 
 import json
 import statistics
+from dataclasses import replace
 
 from rows import must, row
 
 from . import model
 from .asked import of_batch
-from .crowd import bodies, crowd, middle, share, together
+from .crowd import Work, bodies, crowd, middle, share, together
 from .server import Server, say
 
-# Tokens of a prompt and of an answer.
-PROMPT, ANSWER = 96, 64
-WORK = f"prompts of {PROMPT} random tokens, answers of {ANSWER}"
+# Users who have nothing in common, and users of one assistant.
+WORK = Work(prompt=96, answer=64)
+SHARED = Work(prompt=128, answer=128, shared=96)
 MOST = 32
 WORDS = ("--parallel", MOST, "--context", 512)
 # What products multiply by: floats, as the model declares, or int8, as llama.cpp always does.
@@ -22,23 +23,29 @@ INPUTS = {"": (), "int8-": ("--activations", "int8")}
 def load(args):
     """1, 8 and 32 users of q4, in turns."""
     for prefix, inputs in INPUTS.items():
-        loaded(args, prefix, inputs)
+        loaded(args, prefix, inputs, WORK)
 
 
-def loaded(args, prefix, inputs):
+def shared(args):
+    """The same where all prompts begin alike, which is kept of the first."""
+    for prefix, inputs in INPUTS.items():
+        loaded(args, f"{prefix}shared-", inputs, SHARED)
+
+
+def loaded(args, prefix, inputs, work):
     folder = model.shaped(args.q4, args.models)
     runs = {1: [], 8: [], MOST: []}
     with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
-        crowd(server.port, 8, 1, bodies(8, PROMPT, 8))
+        crowd(server.port, 8, 1, bodies(8, replace(work, answer=8)))
         for turn in range(args.rounds):
             for users, done in runs.items():
-                asked = bodies(users * args.answers, PROMPT, ANSWER, seed=100 * turn + users)
+                asked = bodies(users * args.answers, work, seed=100 * turn + users)
                 done.append(crowd(server.port, users, args.answers, asked))
                 say(f"{prefix}{users} users: {done[-1].rate:.1f} tok/s")
     for users, done in runs.items():
         name = f"{prefix}users-{users}"
         firsts, gaps = together(done)
-        unit = f"tok/s of all answers, median of {args.rounds}; {WORK}"
+        unit = f"tok/s of all answers, median of {args.rounds}; {work}"
         row(f"{name}-rate", round(middle(done), 1), unit, "said")
         first = statistics.median(firsts)
         row(f"{name}-first", round(1000 * first, 1), "ms to the first token, median", "said")
@@ -61,14 +68,14 @@ def costs(args, prefix, inputs):
     env = {"Q4_ISA": args.isa} if args.isa else {}
     # The bench decodes behind a prompt of 16 tokens too.
     short, steps, batches = 16, [], []
-    bench = ["--json", "bench", folder, *inputs, "--prefill", short, "--decode", ANSWER, "-r", 3]
+    bench = ["--json", "bench", folder, *inputs, "--prefill", short, "--decode", WORK.answer, "-r", 3]
     bound = ("--ignore-eos", *WORDS, *inputs, folder)
     kept = ("prompt", "max_tokens", "temperature")
     for turn in range(args.rounds):
-        asked = bodies(2 * MOST, PROMPT, ANSWER, seed=turn)
+        asked = bodies(2 * MOST, WORK, seed=turn)
         with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
-            crowd(server.port, 1, 1, bodies(1, short, 8))
-            one = crowd(server.port, 1, 3, bodies(3, short, ANSWER, seed=turn))
+            crowd(server.port, 1, 1, bodies(1, Work(short, 8)))
+            one = crowd(server.port, 1, 3, bodies(3, Work(short, WORK.answer), seed=turn))
             all_ = crowd(server.port, MOST, 2, asked)
         report = json.loads(must(args.q4, *bench, env=env)[1])
         rate = next(r["median"] for r in report["results"] if r["what"].startswith("tg"))

@@ -8,7 +8,7 @@ import time
 from rows import row
 
 from . import model
-from .crowd import IDS, Measured, User, bodies, share
+from .crowd import IDS, Measured, User, Work, bodies, share
 from .server import Server, say
 
 OTHERS = 3
@@ -29,7 +29,7 @@ class Decoding:
 
     def go(self):
         poll, measured, seen = selectors.DefaultSelector(), Measured(0, 0, [], []), 0
-        asked = bodies(64 * OTHERS, 16, 2000, seed=1)
+        asked = bodies(64 * OTHERS, Work(16, 2000), seed=1)
 
         def begin():
             user = User(self.port, asked.pop())
@@ -62,7 +62,7 @@ class Decoding:
 
 def until_first(port, prompt):
     """When a prompt was sent, and when its first token came, which is all of the answer."""
-    asked = {**bodies(1, 1, 1)[0], "prompt": prompt, "cache_prompt": True}
+    asked = {**bodies(1, Work(1, 1))[0], "prompt": prompt, "cache_prompt": True}
     user, measured = User(port, asked), Measured(0, 0, [], [])
     while user.read(measured):
         pass

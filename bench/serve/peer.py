@@ -1,6 +1,7 @@
 """Beside llama-server: the same requests, in turns, by a client of our own and by guidellm."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ from rows import must, row, said
 
 from . import model
 from .crowd import bodies, crowd, middle, together
-from .load import ANSWER, INPUTS, MOST, PROMPT, WORDS, WORK
+from .load import INPUTS, MOST, WORDS, WORK
 from .server import Program, Server, say
 
 
@@ -59,7 +60,7 @@ def servers(args):
             server = Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa)
             there[f"{prefix}users"] = stack.enter_context(server)
         for server in there.values():
-            crowd(server.port, 8, 1, bodies(8, PROMPT, 8))
+            crowd(server.port, 8, 1, bodies(8, dataclasses.replace(WORK, answer=8)))
         yield there
 
 
@@ -86,9 +87,9 @@ def peer(args):
     with servers(args) as there:
         runs = {(who, users): [] for users in (1, MOST) for who in there}
         for turn, (who, users), done in turns(args.rounds, runs):
-            asked = bodies(users * args.answers, PROMPT, ANSWER, seed=100 * turn + users)
+            asked = bodies(users * args.answers, WORK, seed=100 * turn + users)
             done.append(crowd(there[who].port, users, args.answers, asked))
-            assert done[-1].tokens == users * args.answers * ANSWER, f"{who}: {done[-1].tokens} tokens"
+            assert done[-1].tokens == users * args.answers * WORK.answer, f"{who}: {done[-1].tokens} tokens"
             say(f"{who}, {users}: {done[-1].rate:.1f} tok/s")
     for users, need in ((MOST, ">= 1.5"), (1, "said")):
         theirs = runs.pop((PEER, users))
@@ -118,7 +119,7 @@ def guided(args):
     version = said(program, "--version")
     for who, done in runs.items():
         ours = statistics.median(done)
-        texts = f"{2 * MOST} texts of {PROMPT} tokens"
+        texts = f"{2 * MOST} texts of {WORK.prompt} tokens"
         unit = f"of the rate of {PEER} ({args.gguf}) by {version}, in turns; {texts}"
         row(f"{who}-{MOST}-guidellm", round(ours / theirs, 2), unit, ">= 1.5")
         row(f"{who}-{MOST}-guidellm-rate", round(ours, 1), "tok/s of answers", "said")
@@ -132,7 +133,7 @@ def by_guidellm(args, program, who, url, turn):
         "--backend", f"kind=openai_http,target={url},model=any,request_format=/v1/completions",
         "--profile", f"kind=concurrent,streams={MOST}",
         "--constraint", f"kind=max_requests,count={2 * MOST}",
-        "--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={ANSWER}",
+        "--data", f"kind=synthetic_text,prompt_tokens={WORK.prompt},output_tokens={WORK.answer}",
         "--tokenizer", f"kind=huggingface_auto,model={model.DEMO}", "--seed", f"kind=static,value={turn}",
         "--output", f"kind=json,path={report}", "--disable-console",
         env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},

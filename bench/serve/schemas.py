@@ -6,8 +6,8 @@ import statistics
 from rows import ROOT, row, run
 
 from . import model
-from .crowd import bodies, crowd
-from .load import ANSWER, WORDS
+from .crowd import Work, bodies, crowd
+from .load import WORDS, WORK
 from .server import Server, say
 
 SCRIPT = ROOT / "bench/schemas.py"
@@ -70,7 +70,7 @@ def mask(args):
             gaps = {}
             for name in ("free", "formed")[:: 1 if turn % 2 else -1]:
                 form = {"response_format": FORM} if name == "formed" else {}
-                asked = [{**body, **form} for body in bodies(2, 16, ANSWER, seed=turn + 1)]
+                asked = [{**body, **form} for body in bodies(2, Work(16, WORK.answer), seed=turn + 1)]
                 gaps[name] = statistics.median(crowd(server.port, 1, 2, asked).gaps)
             # The first makes the automaton.
             more += [gaps["formed"] / gaps["free"] - 1] * (turn >= 0)
