@@ -92,7 +92,7 @@ impl Kept {
                 Q4Schema::Nf4(Nf4 { block, .. }) => {
                     for (flat, (out, code)) in (flat..).zip(out.iter_mut().zip(&*codes)) {
                         // Blocks go on from row to row.
-                        if flat % STEP == 0 || k % STEP != 0 || i == 0 {
+                        if flat % STEP == 0 || k % STEP != 0 {
                             let block = (p.absmax_at)(flat, block as usize, k).min(s.absmax.len() - 1);
                             absmax = (p.absmax_used)(s.absmax[block]);
                         }
