@@ -4,6 +4,7 @@ mod neon;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use crate::encoding::Encoding;
 use crate::simd::Lanes;
 #[cfg(target_arch = "aarch64")]
 use neon::{NeonDot, NeonPlain};
@@ -24,6 +25,15 @@ pub(crate) const MIDDLE: u32 = 6;
 /// Those of a byte, of which one product fits.
 pub(crate) const WIDE: u32 = 8;
 
+/// What the bytes of codes have at most; [`Integers`](crate::integers::Integers) are no more in a table.
+pub(crate) const fn bits<E: Encoding>() -> u32 {
+    match (E::BYTES, E::HIGH) {
+        (Some(_), _) => WIDE,
+        (_, 0 | 1) => NARROW,
+        _ => MIDDLE,
+    }
+}
+
 /// Sums of byte products, exact while they are integers below 2^31.
 ///
 /// # Safety of its functions
@@ -41,12 +51,12 @@ pub(crate) trait Dot {
 
     /// Calls `f`, compiled for the set where it is `#[inline(always)]` together with all it calls.
     unsafe fn run<R>(f: impl FnOnce() -> R) -> R;
-    /// Sums from `v` on, of weights of at most [`NARROW`], [`MIDDLE`] or [`WIDE`] bits.
+    /// Sums from `v` on, as [`in_halves`] says, of weights of at most [`NARROW`], [`MIDDLE`] or [`WIDE`] bits.
     unsafe fn start<const BITS: u32>(v: i32) -> Self::Sums;
     /// Adds the products of four weights in each lane with the four bytes of `x`: at most four times.
     unsafe fn dot<const BITS: u32>(sums: Self::Sums, weights: Words<Self>, x: i32) -> Self::Sums;
-    /// Such sums, with the `v` they started at, as numbers, exact below 2^24.
-    unsafe fn numbers<const BITS: u32>(sums: Self::Sums, v: i32) -> <Self::On as Vector>::F;
+    /// Such sums as numbers, exact below 2^24.
+    unsafe fn numbers<const BITS: u32>(sums: Self::Sums) -> <Self::On as Vector>::F;
     /// Words shifted to the right, or to the left by a negative number, and what is left of them by `mask`.
     unsafe fn pick(words: Words<Self>, shift: i32, mask: u32) -> Words<Self>;
     /// Bits of both.
@@ -128,7 +138,7 @@ impl Dot for Portable {
         })
     }
     #[inline(always)]
-    unsafe fn numbers<const BITS: u32>(sums: Self::Sums, _: i32) -> [f32; LANES] {
+    unsafe fn numbers<const BITS: u32>(sums: Self::Sums) -> [f32; LANES] {
         sums.map(|sum| sum as f32)
     }
     #[inline(always)]
@@ -211,7 +221,7 @@ mod tests {
                     for _ in 0..4 {
                         sums = D::dot::<BITS>(sums, words, i32::from_le_bytes(xs.map(i8::cast_unsigned)));
                     }
-                    D::On::store(D::numbers::<BITS>(sums, 11), have.as_mut_ptr());
+                    D::On::store(D::numbers::<BITS>(sums), have.as_mut_ptr());
                 }
                 assert_eq!(have, want, "{BITS} bits: {w} {xs:?}");
             }

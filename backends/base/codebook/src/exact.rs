@@ -1,7 +1,7 @@
 //! Products of int8 activations with codes that are integers. The products of 16 elements are summed exactly
 //! and scaled by that of the activations, these sums by that of the group, as far as a chain reaches. One
 //! order whatever the number of rows, the sets of instructions and the tasks.
-use crate::dots::{self, Dot, Job, MIDDLE, NARROW, WIDE};
+use crate::dots::{self, Dot, Job, MIDDLE, NARROW, WIDE, bits};
 use crate::encoding::{Encoding, Offset, share};
 use crate::integers::{Block, Inputs, Integers, SCALES, TILE};
 use crate::layout::{CODES, LANES, QUAD};
@@ -93,7 +93,7 @@ impl<E: Encoding> Product<'_, E> {
             for _ in 0..shape.chains {
                 let mut sums = [[D::On::splat(0.0); B]; M];
                 let mut rest = [0.0; M];
-                for _ in 0..shape.words_per_chain / 2 {
+                for _ in 0..shape.sixteens_per_chain() {
                     let (word, i) = (2 * at, at % SCALES);
                     let x: [&Block; M] = std::array::from_fn(|r| &*self.x.tile(at / SCALES).add(r));
                     for b in 0..B {
@@ -107,7 +107,7 @@ impl<E: Encoding> Product<'_, E> {
                         }
                     }
                     for r in 0..M {
-                        rest[r] += x[r].sums[i];
+                        rest[r] = x[r].sums[i];
                     }
                     at += 1;
                 }
@@ -159,7 +159,7 @@ impl<E: Encoding> Product<'_, E> {
     unsafe fn many<D: Dot>(&self) {
         let shape = Shape::of(self.w);
         let tiles = self.w.info.k.div_ceil(TILE);
-        let panel = panel_of::<D, E>(shape.words_per_chain * CODES / BLOCK);
+        let (panel, chain) = (panel_of::<D, E>(), shape.sixteens_per_chain());
         let mut decoded = [Tile::BLANK; PAIR];
         let mut totals = [[Line([0.0; LANES]); PAIR]; ROWS];
         for r0 in (0..self.x.m).step_by(ROWS) {
@@ -175,7 +175,7 @@ impl<E: Encoding> Product<'_, E> {
                             self.decode::<D>(&shape, b0 + c, t, sixteens, &mut decoded[c]);
                         }
                         let x = self.x.tile(t).add(r0);
-                        panel(&decoded[..count], sixteens, x, &mut totals[..rows]);
+                        panel(&decoded[..count], [sixteens / chain, chain], x, &mut totals[..rows]);
                     }
                 }
                 for (r, sums) in totals[..rows].iter().enumerate() {
@@ -203,7 +203,7 @@ impl<E: Encoding> Product<'_, E> {
                     D::store(bytes, to.bytes[4 * i + j].0.as_mut_ptr());
                 }
             }
-            let chains = 2 * sixteens / shape.words_per_chain;
+            let chains = sixteens / shape.sixteens_per_chain();
             for chain in 0..chains {
                 let at = (t * TILE / CODES / shape.words_per_chain + chain) / shape.chains_per_group;
                 place.fetch::<D::On>(at, self.w.group);
@@ -245,16 +245,7 @@ unsafe fn sixteen<D: Dot, const BITS: u32>(
         for j in 0..4 {
             sums = D::dot::<BITS>(sums, bytes[j], four.add(j).read());
         }
-        D::numbers::<BITS>(sums, x.start[i])
-    }
-}
-
-/// What the bytes of codes have at most, as [`Dot`] takes it; [`Integers`] are no more in a table.
-const fn bits<E: Encoding>() -> u32 {
-    match (E::BYTES, E::HIGH) {
-        (Some(_), _) => WIDE,
-        (_, 0 | 1) => NARROW,
-        _ => MIDDLE,
+        D::numbers::<BITS>(sums)
     }
 }
 
@@ -323,32 +314,23 @@ impl Tile {
     };
 }
 
-/// Adds the products of all rows with one or two tiles of so many sixteens.
-type Panel = unsafe fn(&[Tile], usize, *const Block, &mut [[Line<f32>; PAIR]]);
+/// Adds the products of all rows with one or two tiles of so many chains, each of so many sixteens.
+type Panel = unsafe fn(&[Tile], [usize; 2], *const Block, &mut [[Line<f32>; PAIR]]);
 
-/// That of chains of `sixteens`.
-fn panel_of<D: Dot, E: Encoding>(sixteens: usize) -> Panel {
+fn panel_of<D: Dot, E: Encoding>() -> Panel {
     match (bits::<E>(), E::OFFSET != Offset::None) {
-        (NARROW, false) => of_chain::<D, NARROW, false>(sixteens),
-        (NARROW, true) => of_chain::<D, NARROW, true>(sixteens),
-        (MIDDLE, false) => of_chain::<D, MIDDLE, false>(sixteens),
-        (MIDDLE, true) => of_chain::<D, MIDDLE, true>(sixteens),
-        _ => of_chain::<D, WIDE, false>(sixteens),
+        (NARROW, false) => panel::<D, NARROW, false>,
+        (NARROW, true) => panel::<D, NARROW, true>,
+        (MIDDLE, false) => panel::<D, MIDDLE, false>,
+        (MIDDLE, true) => panel::<D, MIDDLE, true>,
+        _ => panel::<D, WIDE, false>,
     }
 }
 
-fn of_chain<D: Dot, const BITS: u32, const OFFSET: bool>(sixteens: usize) -> Panel {
-    match sixteens {
-        1 => panel::<D, 1, BITS, OFFSET>,
-        2 => panel::<D, 2, BITS, OFFSET>,
-        _ => panel::<D, 4, BITS, OFFSET>,
-    }
-}
-
-/// A [`Panel`] in the order of `stream`, compiled once for all encodings; a chain has `S` sixteens.
-unsafe fn panel<D: Dot, const S: usize, const BITS: u32, const OFFSET: bool>(
+/// A [`Panel`] in the order of `stream`, compiled once for all encodings.
+unsafe fn panel<D: Dot, const BITS: u32, const OFFSET: bool>(
     tiles: &[Tile],
-    sixteens: usize,
+    chains: [usize; 2],
     x: *const Block,
     totals: &mut [[Line<f32>; PAIR]],
 ) {
@@ -363,14 +345,14 @@ unsafe fn panel<D: Dot, const S: usize, const BITS: u32, const OFFSET: bool>(
                     let (rows, blocks) = ((totals.len() - r).min(D::ROWS), tiles.len().min(D::On::BLOCKS));
                     let (x, totals) = (x.add(r), &mut totals[r..]);
                     match (rows, blocks) {
-                        (4, PAIR) => shape::<D, S, BITS, OFFSET, 4, PAIR>(tiles, sixteens, x, totals),
-                        (3, PAIR) => shape::<D, S, BITS, OFFSET, 3, PAIR>(tiles, sixteens, x, totals),
-                        (2, PAIR) => shape::<D, S, BITS, OFFSET, 2, PAIR>(tiles, sixteens, x, totals),
-                        (_, PAIR) => shape::<D, S, BITS, OFFSET, 1, PAIR>(tiles, sixteens, x, totals),
-                        (4, _) => shape::<D, S, BITS, OFFSET, 4, 1>(tiles, sixteens, x, totals),
-                        (3, _) => shape::<D, S, BITS, OFFSET, 3, 1>(tiles, sixteens, x, totals),
-                        (2, _) => shape::<D, S, BITS, OFFSET, 2, 1>(tiles, sixteens, x, totals),
-                        _ => shape::<D, S, BITS, OFFSET, 1, 1>(tiles, sixteens, x, totals),
+                        (4, PAIR) => shape::<D, BITS, OFFSET, 4, PAIR>(tiles, chains, x, totals),
+                        (3, PAIR) => shape::<D, BITS, OFFSET, 3, PAIR>(tiles, chains, x, totals),
+                        (2, PAIR) => shape::<D, BITS, OFFSET, 2, PAIR>(tiles, chains, x, totals),
+                        (_, PAIR) => shape::<D, BITS, OFFSET, 1, PAIR>(tiles, chains, x, totals),
+                        (4, _) => shape::<D, BITS, OFFSET, 4, 1>(tiles, chains, x, totals),
+                        (3, _) => shape::<D, BITS, OFFSET, 3, 1>(tiles, chains, x, totals),
+                        (2, _) => shape::<D, BITS, OFFSET, 2, 1>(tiles, chains, x, totals),
+                        _ => shape::<D, BITS, OFFSET, 1, 1>(tiles, chains, x, totals),
                     }
                     r += rows;
                 }
@@ -379,22 +361,16 @@ unsafe fn panel<D: Dot, const S: usize, const BITS: u32, const OFFSET: bool>(
     }
 }
 
-/// `R` rows with `C` tiles.
+/// `R` rows with `C` tiles. How many sixteens a chain has is not known where this is compiled: a compiler that
+/// lays the loop out mixes sixteens, and the registers do not hold what they then need.
 #[inline(always)]
-unsafe fn shape<
-    D: Dot,
-    const S: usize,
-    const BITS: u32,
-    const OFFSET: bool,
-    const R: usize,
-    const C: usize,
->(
+unsafe fn shape<D: Dot, const BITS: u32, const OFFSET: bool, const R: usize, const C: usize>(
     tiles: &[Tile],
-    sixteens: usize,
+    [chains, sixteens]: [usize; 2],
     x: *const Block,
     totals: &mut [[Line<f32>; PAIR]],
 ) {
-    // SAFETY: R rows and sums and C tiles exist.
+    // SAFETY: R rows and sums and C tiles exist, with so many chains.
     unsafe {
         let mut total = [[D::On::splat(0.0); C]; R];
         for r in 0..R {
@@ -402,18 +378,19 @@ unsafe fn shape<
                 total[r][c] = D::On::load(totals.get_unchecked(r)[c].0.as_ptr());
             }
         }
-        for chain in 0..sixteens / S {
+        let mut i = 0;
+        for chain in 0..chains {
             let mut sums = [[D::On::splat(0.0); C]; R];
-            let mut rest = [0.0; R];
-            for i in chain * S..(chain + 1) * S {
+            let end = i + sixteens;
+            while i < end {
                 let mut dot = [[D::start::<BITS>(0); C]; R];
                 for r in 0..R {
-                    dot[r] = [D::start::<BITS>((*x.add(r)).start[i]); C];
+                    dot[r] = [D::start::<BITS>(*(*x.add(r)).start.get_unchecked(i)); C];
                 }
                 for j in 4 * i..4 * i + 4 {
-                    let mut bytes = [D::On::words(tiles.get_unchecked(0).bytes[j].0.as_ptr()); C];
+                    let mut bytes = [D::On::words(tiles.get_unchecked(0).bytes.as_ptr().add(j).cast()); C];
                     for c in 1..C {
-                        bytes[c] = D::On::words(tiles.get_unchecked(c).bytes[j].0.as_ptr());
+                        bytes[c] = D::On::words(tiles.get_unchecked(c).bytes.as_ptr().add(j).cast());
                     }
                     for r in 0..R {
                         let x = (*x.add(r)).q.as_ptr().cast::<i32>().add(j).read();
@@ -423,23 +400,22 @@ unsafe fn shape<
                     }
                 }
                 for r in 0..R {
-                    let x = &*x.add(r);
-                    let scale = D::On::splat(x.scales[i]);
+                    let scale = D::On::splat(*(*x.add(r)).scales.get_unchecked(i));
                     for c in 0..C {
-                        let dot = D::numbers::<BITS>(dot[r][c], x.start[i]);
-                        sums[r][c] = D::On::fma(dot, scale, sums[r][c]);
+                        sums[r][c] = D::On::fma(D::numbers::<BITS>(dot[r][c]), scale, sums[r][c]);
                     }
-                    rest[r] += x.sums[i];
                 }
+                i += 1;
             }
             for c in 0..C {
                 let tile = tiles.get_unchecked(c);
-                let scale = D::On::load(tile.scales[chain].0.as_ptr());
-                let offset = D::On::load(tile.offsets[chain].0.as_ptr());
+                let scale = D::On::load(tile.scales.as_ptr().add(chain).cast());
+                let offset = D::On::load(tile.offsets.as_ptr().add(chain).cast());
                 for r in 0..R {
                     total[r][c] = D::On::fma(scale, sums[r][c], total[r][c]);
                     if OFFSET {
-                        total[r][c] = D::On::fma(offset, D::On::splat(rest[r]), total[r][c]);
+                        let rest = D::On::splat(*(*x.add(r)).sums.get_unchecked(end - 1));
+                        total[r][c] = D::On::fma(offset, rest, total[r][c]);
                     }
                 }
             }

@@ -3,6 +3,7 @@ use crate::encoding::{Encoding, NEST, Offset, share};
 use crate::integers::Inputs;
 use crate::layout::{CODES, LANES, QUAD};
 use crate::prepare::{self, Packed, inputs_bytes};
+use crate::shape::Shape;
 use crate::{exact, kernel};
 use q4_core::rows::{Rows, RowsMut, check_matrix, check_product};
 use q4_core::{
@@ -31,7 +32,8 @@ impl<E: Encoding> PreparedWeight for Packed<E> {
         let range = |start, end: usize| start * QUAD..(end * QUAD).min(blocks);
         if let Some(integers) = self.integers.as_ref().filter(|_| self.info.activations == Activations::Int8)
         {
-            let x = Inputs::of::<E>(x, integers, &mut scratch, threads)?;
+            let chain = Shape::of(self).sixteens_per_chain();
+            let x = Inputs::of::<E>(x, (integers, chain), &mut scratch, threads)?;
             let y = RowsMut::of(y)?;
             threads.split(quads, 1, &|start, end| {
                 // SAFETY: as said above.

@@ -1,4 +1,5 @@
 //! Codes that are integers beside int8 activations: what they are, and how rows of x come to the dots.
+use crate::dots::{NARROW, bits};
 use crate::encoding::{Bytes, Encoding, Values};
 use crate::layout::CODES;
 use q4_core::formats::int8::{self, BLOCK};
@@ -18,6 +19,12 @@ pub(crate) const fn is_signed(vectors: Vectors) -> bool {
     !matches!(vectors.set(), Isa::Amx | Isa::Avx512Vnni | Isa::Avx512 | Isa::Avx2)
 }
 
+/// Whether the dots of such weights are two sums of 16 bits in each lane on the set of `vectors`, those of the
+/// lower and those of the upper two of every four bytes, and start at two such numbers.
+pub(crate) const fn in_halves(vectors: Vectors, bits: u32) -> bool {
+    bits == NARROW && matches!(vectors.set(), Isa::Avx512 | Isa::Avx2)
+}
+
 /// What the codes of a weight are worth: `(byte - zero) * unit`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Integers {
@@ -27,12 +34,15 @@ pub(crate) struct Integers {
     pub zero: i32,
     /// 1, or a half.
     pub unit: f32,
+    /// As [`in_halves`] says.
+    pub halves: bool,
 }
 
 impl Integers {
     /// Those of an encoding on the set of `vectors`; none where values are no integers, nor halves of them.
     pub fn of<E: Encoding>(values: &Values, vectors: Vectors) -> Option<Self> {
-        let plain = |zero: i32| Self { table: None, zero, unit: 1.0 };
+        let halves = in_halves(vectors, bits::<E>());
+        let plain = |zero: i32| Self { table: None, zero, unit: 1.0, halves };
         match E::BYTES {
             Some(Bytes::Signed) => return Some(plain(if is_signed(vectors) { 0 } else { 128 })),
             Some(Bytes::E4m3) => return None,
@@ -48,7 +58,7 @@ impl Integers {
         let least = doubled.iter().copied().fold(0.0, f32::min);
         let fits = doubled.iter().all(|v| v.fract() == 0.0 && v - least < 32.0);
         let table = doubled.map(|v| (v - least) as u8);
-        (fits && E::HIGH == 0).then_some(Self { table: Some(table), zero: -least as i32, unit: 0.5 })
+        (fits && E::HIGH == 0).then_some(Self { table: Some(table), zero: -least as i32, unit: 0.5, halves })
     }
 }
 
@@ -60,9 +70,9 @@ pub(crate) struct Block {
     pub q: [i8; TILE],
     /// Of each 16.
     pub scales: [f32; SCALES],
-    /// Where the dots of each 16 start: at what the zero of the codes adds too much.
+    /// Where the dots of each 16 start, as [`in_halves`] says: at what the zero of the codes adds too much.
     pub start: [i32; SCALES],
-    /// Sums of each 16, by their scale: for groups with zero points or minima.
+    /// Sums of the 16s of a chain up to each, by their scales: for groups with zero points or minima.
     pub sums: [f32; SCALES],
 }
 
@@ -80,13 +90,13 @@ pub(crate) struct Inputs {
 unsafe impl Sync for Inputs {}
 
 impl Inputs {
-    /// x quantised as [`int8::quantize_row`] does, in scratch of [`bytes`].
+    /// x quantised as [`int8::quantize_row`] does, in scratch of [`bytes`], for chains of so many 16s.
     ///
     /// # Errors
     /// Of scratch that is too small, and as of [`int8::quantize_row`].
     pub fn of<'a, E: Encoding>(
         x: TensorView<'a>,
-        integers: &Integers,
+        (integers, chain): (&Integers, usize),
         scratch: &mut Scratch<'a>,
         threads: &ThreadPool,
     ) -> Result<Self> {
@@ -96,7 +106,7 @@ impl Inputs {
         each_row(m, threads, &|r| {
             let row = rows.row(r);
             for (t, x) in row.chunks(TILE).enumerate() {
-                let Some(block) = block::<E>(x, integers) else {
+                let Some(block) = block::<E>(x, integers, chain) else {
                     // Who says where it is looks at the whole row.
                     let (mut q, mut scales) = (vec![0; k], vec![0.0; k / BLOCK]);
                     return int8::quantize_row(row, &mut q, &mut scales);
@@ -134,27 +144,37 @@ pub(crate) fn bytes(x: DType, m: usize, k: usize) -> usize {
 }
 
 /// A block of up to 64 elements; none where one is not finite.
-fn block<E: Encoding>(x: &[f32], integers: &Integers) -> Option<Block> {
+fn block<E: Encoding>(x: &[f32], integers: &Integers, chain: usize) -> Option<Block> {
     let mut out = BLANK;
     let mut q = [0; TILE];
     int8::quantize_row(x, &mut q[..x.len()], &mut out.scales[..x.len() / BLOCK]).ok()?;
-    let sums = sums(&q);
-    for i in 0..SCALES {
-        (out.start[i], out.sums[i]) = (-integers.zero * sums[i], sums[i] as f32 * out.scales[i]);
-    }
     if E::BYTES.is_some() {
         out.q = q;
     } else {
         deal(&q, &mut out.q);
     }
+    let mut rest = 0.0;
+    for (i, [low, high]) in halves(&out.q).into_iter().enumerate() {
+        out.start[i] = match integers.halves {
+            // Both fit: eight of at most 127, by a zero below 32.
+            true => (-integers.zero * low) & 0xffff | (-integers.zero * high) << 16,
+            false => -integers.zero * (low + high),
+        };
+        rest = if i.is_multiple_of(chain) { 0.0 } else { rest } + (low + high) as f32 * out.scales[i];
+        out.sums[i] = rest;
+    }
     Some(out)
 }
 
 wide! {
-    fn sums(q: &[i8; TILE]) -> [i32; SCALES] {
-        let mut sums = [0; SCALES];
-        for (sum, q) in sums.iter_mut().zip(q.as_chunks::<BLOCK>().0) {
-            *sum = q.iter().map(|q| i32::from(*q)).sum();
+    /// Sums of each 16: of the lower and of the upper two of every four.
+    fn halves(q: &[i8; TILE]) -> [[i32; 2]; SCALES] {
+        let mut sums = [[0; 2]; SCALES];
+        for ([low, high], q) in sums.iter_mut().zip(q.as_chunks::<BLOCK>().0) {
+            for four in q.as_chunks::<4>().0 {
+                *low += i32::from(four[0]) + i32::from(four[1]);
+                *high += i32::from(four[2]) + i32::from(four[3]);
+            }
         }
         sums
     }
@@ -178,11 +198,12 @@ mod tests {
     #[test]
     fn integers_are_told_from_other_values() {
         let of = |low| Integers::of::<Plain>(&Values::of(low), Vectors::best());
+        let halves = in_halves(Vectors::best(), NARROW);
         let counted = std::array::from_fn(|i| i as f32 - 8.0);
-        assert_eq!(of(counted), Some(Integers { table: None, zero: 8, unit: 1.0 }));
-        let halves = of(e2m1::VALUES).expect("halves");
-        let table = halves.table.expect("not in order");
-        assert_eq!((halves.zero, halves.unit), (12, 0.5));
+        assert_eq!(of(counted), Some(Integers { table: None, zero: 8, unit: 1.0, halves }));
+        let doubled = of(e2m1::VALUES).expect("halves");
+        let table = doubled.table.expect("not in order");
+        assert_eq!((doubled.zero, doubled.unit), (12, 0.5));
         assert!((0..16).all(|c| (f32::from(table[c]) - 12.0) * 0.5 == e2m1::VALUES[c]), "{table:?}");
         let mut other = counted;
         other[3] += 0.125;
@@ -191,11 +212,17 @@ mod tests {
 
     #[test]
     fn a_block_has_the_order_of_nibbles() {
-        let integers = Integers { table: None, zero: 8, unit: 1.0 };
-        let x: [f32; 16] = std::array::from_fn(|i| if i == 15 { 127.0 } else { i as f32 });
-        let block = block::<Plain>(&x, &integers).expect("finite");
-        assert_eq!(block.q[..16], [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 127]);
-        assert_eq!((block.start[0], block.sums[0]), (-8 * 232, 232.0));
-        assert!(block.q[16..].iter().all(|q| *q == 0) && block.scales[1..] == [0.0; 3]);
+        let mut integers = Integers { table: None, zero: 8, unit: 1.0, halves: false };
+        let x: [f32; 32] = std::array::from_fn(|i| if i % 16 == 15 { 127.0 } else { (i % 16) as f32 });
+        let block = |integers, chain| super::block::<Plain>(&x, integers, chain).expect("finite");
+        let plain = block(&integers, 2);
+        assert_eq!(plain.q[..16], [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 127]);
+        assert_eq!((plain.start[..2], plain.sums[..2]), ([-8 * 232; 2][..], [232.0, 464.0][..]));
+        assert!(plain.q[32..].iter().all(|q| *q == 0) && plain.scales[2..] == [0.0; 2]);
+        integers.halves = true;
+        let halved = block(&integers, 1);
+        let [low, high] = [-8 * (2 + 4 + 18 + 20), -8 * (10 + 12 + 26 + 140)];
+        assert_eq!((halved.start[1] as i16, halved.start[1] >> 16), (low as i16, high));
+        assert_eq!((halved.q, halved.sums[..2]), (plain.q, [232.0; 2][..]));
     }
 }

@@ -3,6 +3,7 @@ use crate::encoding::{Encoding, Kept, NEST, Offset, share};
 use crate::layout::{CHAIN, CODES, LANES, QUAD, scale_group};
 use crate::prepare::Packed;
 use half::f16;
+use q4_core::formats::int8::BLOCK;
 use q4_core::rows::RowsMut;
 use q4_simd::Vector;
 use std::marker::PhantomData;
@@ -82,6 +83,12 @@ impl Shape {
             chains_per_group: w.group / chain,
             words_per_chain: chain / CODES,
         }
+    }
+
+    /// Blocks of 16 inputs of a chain: 1, 2 or 4.
+    #[inline(always)]
+    pub fn sixteens_per_chain(&self) -> usize {
+        self.words_per_chain * CODES / BLOCK
     }
 
     /// Where `block` lies.

@@ -37,7 +37,7 @@ macro_rules! neon {
                 }
             }
             #[inline(always)]
-            unsafe fn numbers<const BITS: u32>(s: Self::Sums, _: i32) -> <Neon as Vector>::F {
+            unsafe fn numbers<const BITS: u32>(s: Self::Sums) -> <Neon as Vector>::F {
                 unsafe {
                     [vcvtq_f32_s32(s[0]), vcvtq_f32_s32(s[1]), vcvtq_f32_s32(s[2]), vcvtq_f32_s32(s[3])]
                 }

@@ -71,7 +71,7 @@ avx512!(
         unsafe { _mm512_dpbusd_epi32(sums, weights, _mm512_set1_epi32(x)) }
     },
     #[inline(always)]
-    unsafe fn numbers<const BITS: u32>(sums: __m512i, _: i32) -> __m512 {
+    unsafe fn numbers<const BITS: u32>(sums: __m512i) -> __m512 {
         unsafe { _mm512_cvtepi32_ps(sums) }
     }
 );
@@ -79,11 +79,11 @@ avx512!(
 avx512!(
     Avx512,
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
-    /// Narrow products stay sums of 16 bits, all four; of bytes the two halves have their own.
     #[inline(always)]
     unsafe fn start<const BITS: u32>(v: i32) -> __m512i {
-        unsafe { _mm512_set1_epi32(if BITS == NARROW { 0 } else { v }) }
+        unsafe { _mm512_set1_epi32(v) }
     },
+    /// Narrow products stay sums of 16 bits, all four; of bytes the two halves have their own.
     #[inline(always)]
     unsafe fn dot<const BITS: u32>(sums: __m512i, weights: __m512i, x: i32) -> __m512i {
         unsafe {
@@ -100,13 +100,8 @@ avx512!(
         }
     },
     #[inline(always)]
-    unsafe fn numbers<const BITS: u32>(sums: __m512i, v: i32) -> __m512 {
-        unsafe {
-            _mm512_cvtepi32_ps(match BITS {
-                NARROW => _mm512_add_epi32(pairs_512(sums), _mm512_set1_epi32(v)),
-                _ => sums,
-            })
-        }
+    unsafe fn numbers<const BITS: u32>(sums: __m512i) -> __m512 {
+        unsafe { _mm512_cvtepi32_ps(if BITS == NARROW { pairs_512(sums) } else { sums }) }
     }
 );
 
@@ -123,11 +118,11 @@ impl Dot for Avx2 {
     unsafe fn run<R>(f: impl FnOnce() -> R) -> R {
         f()
     }
-    /// As that of AVX-512, and so the rest.
     #[inline(always)]
     unsafe fn start<const BITS: u32>(v: i32) -> Self::Sums {
-        unsafe { [_mm256_set1_epi32(if BITS == NARROW { 0 } else { v }); 2] }
+        unsafe { [_mm256_set1_epi32(v); 2] }
     }
+    /// As that of AVX-512, and so the rest.
     #[inline(always)]
     unsafe fn dot<const BITS: u32>(sums: Self::Sums, weights: [__m256i; 2], x: i32) -> Self::Sums {
         unsafe {
@@ -136,11 +131,10 @@ impl Dot for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn numbers<const BITS: u32>(mut sums: Self::Sums, v: i32) -> [__m256; 2] {
+    unsafe fn numbers<const BITS: u32>(mut sums: Self::Sums) -> [__m256; 2] {
         unsafe {
             if BITS == NARROW {
-                let v = _mm256_set1_epi32(v);
-                sums = [_mm256_add_epi32(pairs_256(sums[0]), v), _mm256_add_epi32(pairs_256(sums[1]), v)];
+                sums = [pairs_256(sums[0]), pairs_256(sums[1])];
             }
             [_mm256_cvtepi32_ps(sums[0]), _mm256_cvtepi32_ps(sums[1])]
         }
@@ -203,8 +197,7 @@ unsafe fn add_256<const BITS: u32>(sums: __m256i, weights: __m256i, x: __m256i) 
     // SAFETY: called by `Avx2` only.
     unsafe {
         match BITS {
-            // Nothing saturates; of plain sums a compiler makes trees, which want more registers than there are.
-            NARROW => return _mm256_adds_epi16(sums, _mm256_maddubs_epi16(weights, x)),
+            NARROW => return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, x)),
             WIDE => {}
             _ => return _mm256_add_epi32(sums, four_256(weights, x)),
         }
