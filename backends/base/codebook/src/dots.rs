@@ -170,17 +170,17 @@ impl Dot for Portable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::integers::is_signed;
+    use crate::integers::{Integers, in_halves, is_signed, start};
 
-    /// Sums of lanes with any bytes, and of the largest there are.
+    /// Sums of lanes with any bytes, and of the largest there are, counted from the largest zeros.
     struct Check {
-        signed: bool,
+        vectors: Vectors,
     }
 
     impl Job for Check {
         #[inline(always)]
         unsafe fn on<D: Dot>(self) {
-            let widest = if self.signed { [127u8, 128] } else { [255, 0] };
+            let widest = if is_signed(self.vectors) { [127u8, 128] } else { [255, 0] };
             for x in [-127i8, -1, 0, 5, 127] {
                 // SAFETY: the job's.
                 unsafe {
@@ -205,19 +205,25 @@ mod tests {
             // Another byte in each place tells lanes and bytes apart.
             let words: [u32; LANES] =
                 std::array::from_fn(|lane| u32::from_le_bytes([w, (lane % 7) as u8, w, (lane % 5) as u8]));
-            for xs in [[x, 3, x, -2], [x; 4]] {
+            let signed = is_signed(self.vectors) && BITS == WIDE;
+            let zero = match BITS {
+                NARROW => 31,
+                _ if signed => 0,
+                _ => 1 << (BITS - 1),
+            };
+            let integers = Integers { table: None, zero, unit: 1.0, halves: in_halves(self.vectors, BITS) };
+            for xs in [[x, 3, x, -2], [x, -x, x, -x], [x; 4]] {
+                let x = xs.map(i32::from);
                 let want: [f32; LANES] = std::array::from_fn(|lane| {
-                    let of = |b: u8| match self.signed && BITS == WIDE {
-                        true => i32::from(b.cast_signed()),
-                        false => i32::from(b),
-                    };
+                    let of = |b: u8| if signed { i32::from(b.cast_signed()) } else { i32::from(b) };
                     let four = words[lane].to_le_bytes().map(of);
-                    (11 + 4 * (0..4).map(|i| four[i] * i32::from(xs[i])).sum::<i32>()) as f32
+                    (4 * (0..4).map(|i| (four[i] - zero) * x[i]).sum::<i32>()) as f32
                 });
                 let mut have = [0.0; LANES];
                 // SAFETY: the caller's.
                 unsafe {
-                    let (mut sums, words) = (D::start::<BITS>(11), D::On::words(words.as_ptr()));
+                    let at = start(&integers, 4 * (x[0] + x[1]), 4 * (x[2] + x[3]));
+                    let (mut sums, words) = (D::start::<BITS>(at), D::On::words(words.as_ptr()));
                     for _ in 0..4 {
                         sums = D::dot::<BITS>(sums, words, i32::from_le_bytes(xs.map(i8::cast_unsigned)));
                     }
@@ -233,7 +239,7 @@ mod tests {
         for isa in Isa::available() {
             let vectors = Vectors::of(isa).expect("available");
             // SAFETY: nothing is asked.
-            unsafe { run(vectors, Check { signed: is_signed(vectors) }) };
+            unsafe { run(vectors, Check { vectors }) };
         }
     }
 }
