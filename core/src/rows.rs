@@ -314,6 +314,12 @@ impl RowsMut<'_> {
         unsafe { self.put(r, c, &values[..fits]) }
     }
 
+    /// Where column `c` of row `r` is, for hints: it may lie outside the view.
+    #[inline]
+    pub fn place(&self, r: usize, c: usize) -> *const u8 {
+        self.start.wrapping_add((r * self.ld + c) * self.dtype.size())
+    }
+
     /// Adds `values` to row `r` of f32 from column `c` on; panics outside the view and for another type.
     ///
     /// # Safety

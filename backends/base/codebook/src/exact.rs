@@ -164,6 +164,7 @@ impl<E: Encoding> Product<'_, E> {
         let mut totals = [[Line([0.0; LANES]); PAIR]; ROWS];
         for r0 in (0..self.x.m).step_by(ROWS) {
             let rows = ROWS.min(self.x.m - r0);
+            let share = rows.div_ceil(tiles);
             for b0 in self.range.clone().step_by(D::On::BLOCKS) {
                 let count = D::On::BLOCKS.min(self.range.end - b0).min(QUAD - b0 % QUAD);
                 totals[..rows].fill([Line([0.0; LANES]); PAIR]);
@@ -173,6 +174,12 @@ impl<E: Encoding> Product<'_, E> {
                         let sixteens = SCALES.min((self.w.info.k - t * TILE) / BLOCK);
                         for c in 0..count {
                             self.decode::<D>(&shape, b0 + c, t, sixteens, &mut decoded[c]);
+                        }
+                        // Rows of y lie in as many pages: written unasked, each would wait for its line.
+                        for r in t * share..((t + 1) * share).min(rows) {
+                            for c in 0..count {
+                                D::On::prefetch(self.y.place(r0 + r, (b0 + c) * LANES));
+                            }
                         }
                         let x = self.x.tile(t).add(r0);
                         panel(&decoded[..count], [sixteens / chain, chain], x, &mut totals[..rows]);
