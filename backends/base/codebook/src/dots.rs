@@ -4,7 +4,6 @@ mod neon;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use crate::encoding::Encoding;
 use crate::simd::Lanes;
 #[cfg(target_arch = "aarch64")]
 use neon::{NeonDot, NeonPlain};
@@ -17,22 +16,6 @@ use x86::Vnni;
 
 /// Words of sixteen lanes.
 type Words<D> = <<D as Dot>::On as Vector>::Words;
-
-/// Bits of weights whose products with int8 fit 16 bits eight together: 8 * 31 * 127.
-pub(crate) const NARROW: u32 = 5;
-/// The same for two: 2 * 63 * 127.
-pub(crate) const MIDDLE: u32 = 6;
-/// Those of a byte, of which one product fits.
-pub(crate) const WIDE: u32 = 8;
-
-/// What the bytes of codes have at most; [`Integers`](crate::integers::Integers) are no more in a table.
-pub(crate) const fn bits<E: Encoding>() -> u32 {
-    match (E::BYTES, E::HIGH) {
-        (Some(_), _) => WIDE,
-        (_, 0 | 1) => NARROW,
-        _ => MIDDLE,
-    }
-}
 
 /// Sums of byte products, exact while they are integers below 2^31.
 ///
@@ -51,7 +34,8 @@ pub(crate) trait Dot {
 
     /// Calls `f`, compiled for the set where it is `#[inline(always)]` together with all it calls.
     unsafe fn run<R>(f: impl FnOnce() -> R) -> R;
-    /// Sums from `v` on, as [`in_halves`] says, of weights of at most [`NARROW`], [`MIDDLE`] or [`WIDE`] bits.
+    /// Sums from `v` on, which is what [`start`](crate::integers::start) makes, of weights of so many
+    /// [`bits`](crate::integers::bits).
     unsafe fn start<const BITS: u32>(v: i32) -> Self::Sums;
     /// Adds the products of four weights in each lane with the four bytes of `x`: at most four times.
     unsafe fn dot<const BITS: u32>(sums: Self::Sums, weights: Words<Self>, x: i32) -> Self::Sums;
@@ -170,7 +154,7 @@ impl Dot for Portable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::integers::{Integers, in_halves, is_signed, start};
+    use crate::integers::{Integers, MIDDLE, NARROW, WIDE, in_halves, is_signed, start};
 
     /// Sums of lanes with any bytes, and of the largest there are, counted from the largest zeros.
     struct Check {

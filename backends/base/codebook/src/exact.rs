@@ -1,9 +1,9 @@
 //! Products of int8 activations with codes that are integers. The products of 16 elements are summed exactly
 //! and scaled by that of the activations, these sums by that of the group, as far as a chain reaches. One
 //! order whatever the number of rows, the sets of instructions and the tasks.
-use crate::dots::{self, Dot, Job, MIDDLE, NARROW, WIDE, bits};
+use crate::dots::{self, Dot, Job};
 use crate::encoding::{Encoding, Offset, share};
-use crate::integers::{Block, Inputs, Integers, SCALES, TILE};
+use crate::integers::{Block, Inputs, Integers, MIDDLE, NARROW, SCALES, TILE, WIDE, bits};
 use crate::layout::{CODES, LANES, QUAD};
 use crate::prepare::{Line, Packed};
 use crate::shape::{Codes, Place, Shape};

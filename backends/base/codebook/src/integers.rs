@@ -1,5 +1,4 @@
 //! Codes that are integers beside int8 activations: what they are, and how rows of x come to the dots.
-use crate::dots::{NARROW, bits};
 use crate::encoding::{Bytes, Encoding, Values};
 use crate::layout::CODES;
 use q4_core::formats::int8::{self, BLOCK};
@@ -7,6 +6,22 @@ use q4_core::isa::Isa;
 use q4_core::rows::{Rows, activation_bytes, each_row};
 use q4_core::{Activations, DType, Result, Scratch, TensorView, ThreadPool, wide};
 use q4_simd::Vectors;
+
+/// Bits of weights whose products with int8 fit 16 bits eight together: 8 * 31 * 127.
+pub(crate) const NARROW: u32 = 5;
+/// The same for two: 2 * 63 * 127.
+pub(crate) const MIDDLE: u32 = 6;
+/// Those of a byte, of which one product fits.
+pub(crate) const WIDE: u32 = 8;
+
+/// What the bytes of codes have at most; [`Integers`] are no more in a table.
+pub(crate) const fn bits<E: Encoding>() -> u32 {
+    match (E::BYTES, E::HIGH) {
+        (Some(_), _) => WIDE,
+        (_, 0 | 1) => NARROW,
+        _ => MIDDLE,
+    }
+}
 
 /// Elements of k in a [`Block`].
 pub(crate) const TILE: usize = 64;

@@ -1,5 +1,6 @@
 //! Dots of bytes on x86-64: one instruction with VNNI, else sums of 16 bits, as far as they cannot overflow.
-use super::{Dot, NARROW, WIDE};
+use super::Dot;
+use crate::integers::{NARROW, WIDE};
 use q4_simd::{Avx2, Avx512};
 use std::arch::x86_64::*;
 
