@@ -2,9 +2,8 @@
 //! a block, the registers' worth of few rows, are finished before those of the next.
 use crate::encoding::{Encoding, Offset, share};
 use crate::layout::{CODES, LANES};
-use crate::many::MOST_ROWS;
 use crate::shape::{Codes, Group};
-use crate::simd::{self, Lanes, Tables};
+use crate::simd::{self, Lanes, MOST_ROWS, Tables};
 use q4_simd::planes::{self, Planes, SHORT, WHOLE, lifted, upper_codes};
 use q4_simd::{Avx2, Vector};
 use std::arch::x86_64::*;
@@ -20,7 +19,7 @@ const TOGETHER: usize = 2;
 impl Lanes for Avx2 {
     /// Those of a quad, which is one stream of memory, and four rows: blocks are taken one after the other.
     const ACCUMULATORS: usize = 32;
-    /// Decoding is spread over more of them. They are read in turn: what is in use at a time is half of it.
+    /// As with AVX-512.
     const MANY: usize = MOST_ROWS;
     const TILE_ROWS: usize = 6;
     const LIFT: f32 = planes::LIFT;

@@ -8,12 +8,11 @@ use crate::encoding::Encoding;
 use crate::layout::{CHAIN, CODES, LANES, QUAD};
 use crate::prepare::{Line, Packed};
 use crate::shape::Shape;
-use crate::simd::{Lanes, Tables};
+use crate::simd::{Lanes, MOST_ROWS, Tables};
 use q4_core::rows::{Rows, RowsMut};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// Most rows of x whose sums are kept while the weights pass by, of any set.
-pub(crate) const MOST_ROWS: usize = 64;
 /// Blocks that are decoded at a time, at most.
 const PAIR: usize = 2;
 
@@ -22,9 +21,16 @@ type Part = [Line<f32>; MOST_ROWS * CHAIN / LANES];
 /// Sums of the rows with a block.
 type Totals = [Line<f32>; MOST_ROWS];
 
+/// What a task works in. Few rows use little of it, so it is not cleared: all is written before it is read.
+struct Room {
+    tiles: [[Line<f32>; CHAIN]; PAIR],
+    parts: [Part; 2],
+    totals: [Totals; QUAD],
+}
+
 /// One chain of k: up to [`PAIR`] blocks of it, and some rows of x.
 struct Chain<L: Lanes> {
-    tiles: [[Line<f32>; CHAIN]; PAIR],
+    tiles: [*mut f32; PAIR],
     scales: [L::F; PAIR],
     part: *const f32,
     len: usize,
@@ -42,21 +48,32 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
     y: &RowsMut<'_>,
     blocks: Range<usize>,
 ) {
+    const { assert!(L::MANY <= MOST_ROWS && L::MANY.is_multiple_of(L::TILE_ROWS)) }
     let shape = Shape::of(w);
     let len = shape.words_per_chain * CODES;
     // Groups of about one size: a tile costs the same however few rows use it.
-    let most = x.m().div_ceil(x.m().div_ceil(L::MANY)).next_multiple_of(4);
-    let blank = Line([0f32; LANES]);
-    // SAFETY: the features are there.
-    let (scales, tables) = unsafe { ([L::splat(0.0); PAIR], Tables::<L>::of(&w.values)) };
-    let mut step = Chain::<L> { tiles: [[blank; CHAIN]; PAIR], scales, part: std::ptr::null(), len, rows: 0 };
-    let mut parts: [Part; 2] = [[blank; _]; 2];
-    let mut totals: [Totals; QUAD] = [[blank; _]; QUAD];
+    let most = x.m().div_ceil(x.m().div_ceil(L::MANY)).next_multiple_of(L::TILE_ROWS);
+    let mut room = MaybeUninit::<Room>::uninit();
+    let room = room.as_mut_ptr();
+    // SAFETY: places in the room; the features are there.
+    let (tiles, parts, totals, scales, tables) = unsafe {
+        let tiles: [*mut f32; PAIR] =
+            [(&raw mut (*room).tiles[0]).cast(), (&raw mut (*room).tiles[1]).cast()];
+        let parts: [*mut f32; 2] = [(&raw mut (*room).parts[0]).cast(), (&raw mut (*room).parts[1]).cast()];
+        let totals: *mut Totals = (&raw mut (*room).totals).cast();
+        (tiles, parts, totals, [L::splat(0.0); PAIR], Tables::<L>::of(&w.values))
+    };
+    let mut step = Chain::<L> { tiles, scales, part: parts[0], len, rows: 0 };
     for b0 in blocks.clone().step_by(QUAD) {
         let width = QUAD.min(blocks.end - b0);
         for r0 in (0..x.m()).step_by(most) {
             step.rows = most.min(x.m() - r0);
-            totals.as_flattened_mut().fill(blank);
+            for b in 0..width {
+                for r in 0..step.rows {
+                    // SAFETY: a room has as many totals.
+                    unsafe { total(totals, b, r).write(Line([0.0; LANES])) };
+                }
+            }
             // Copies what row r has for a chain, and asks for what it has for the one behind.
             let fetch = |chain: usize, r: usize, part: *mut f32| {
                 let row = x.row(r0 + r).as_ptr().wrapping_add(chain * len);
@@ -69,10 +86,10 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
                     }
                 }
             };
-            (0..step.rows).for_each(|r| fetch(0, r, parts[0].as_mut_ptr().cast()));
+            (0..step.rows).for_each(|r| fetch(0, r, parts[0]));
             for chain in 0..shape.chains {
-                let next: *mut f32 = parts[(chain + 1) % 2].as_mut_ptr().cast();
-                step.part = parts[chain % 2].as_ptr().cast();
+                let next = parts[(chain + 1) % 2];
+                step.part = parts[chain % 2];
                 for b in (0..width).step_by(L::BLOCKS) {
                     let count = L::BLOCKS.min(width - b);
                     let ahead = |r| {
@@ -86,20 +103,30 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
                             step.decode(&tables, w, &shape, b0 + b + c, chain, c);
                         }
                         match count {
-                            PAIR => step.multiply::<PAIR>(&mut totals[b..], ahead),
-                            _ => step.multiply::<1>(&mut totals[b..], ahead),
+                            PAIR => step.multiply::<PAIR>(totals.add(b), ahead),
+                            _ => step.multiply::<1>(totals.add(b), ahead),
                         }
                     }
                 }
             }
             for r in 0..step.rows {
                 for b in 0..width {
-                    // SAFETY: only this task has this block.
-                    unsafe { shape.put(y, r0 + r, b0 + b, &totals[b][r].0) };
+                    // SAFETY: only this task has this block, and its totals were written.
+                    unsafe { shape.put(y, r0 + r, b0 + b, &(*total(totals, b, r)).0) };
                 }
             }
         }
     }
+}
+
+/// The total of row `r` with block `b`.
+///
+/// # Safety
+/// There is room for it.
+#[inline(always)]
+unsafe fn total(totals: *mut Totals, b: usize, r: usize) -> *mut Line<f32> {
+    // SAFETY: the caller's.
+    unsafe { totals.add(b).cast::<Line<f32>>().add(r) }
 }
 
 impl<L: Lanes> Chain<L> {
@@ -123,7 +150,7 @@ impl<L: Lanes> Chain<L> {
             let first = chain * shape.words_per_chain;
             for i in 0..shape.words_per_chain {
                 place.codes.fetch::<L, E>(first + i);
-                let tile = self.tiles[c][i * CODES].0.as_mut_ptr();
+                let tile = self.tiles[c].add(i * CODES * LANES);
                 L::unpack::<E>(tables, &group, &place.codes, first + i, tile);
             }
             self.scales[c] = group.outer::<E>();
@@ -132,7 +159,7 @@ impl<L: Lanes> Chain<L> {
 
     /// Adds the products of all rows with `C` tiles; `ahead` is called for each row, spread over the work.
     #[inline(always)]
-    unsafe fn multiply<const C: usize>(&self, totals: &mut [Totals], ahead: impl Fn(usize)) {
+    unsafe fn multiply<const C: usize>(&self, totals: *mut Totals, ahead: impl Fn(usize)) {
         let mut r = 0;
         while r < self.rows {
             let left = self.rows - r;
@@ -155,15 +182,15 @@ impl<L: Lanes> Chain<L> {
 
     /// `R` rows from `at` on, in the order of `stream`; returns how many they are.
     #[inline(always)]
-    unsafe fn few<const R: usize, const C: usize>(&self, at: usize, totals: &mut [Totals]) -> usize {
+    unsafe fn few<const R: usize, const C: usize>(&self, at: usize, totals: *mut Totals) -> usize {
         // SAFETY: `at + R <= MOST_ROWS`, and there are C tiles.
         unsafe {
             let x: [*const f32; R] = std::array::from_fn(|r| self.part.add((at + r) * self.len));
-            let tiles: [*const f32; C] = std::array::from_fn(|c| self.tiles[c].as_ptr().cast());
+            let tiles: [*const f32; C] = std::array::from_fn(|c| self.tiles[c].cast_const());
             let acc = L::tile(tiles, self.len, x);
             for r in 0..R {
                 for c in 0..C {
-                    let total = totals[c][at + r].0.as_mut_ptr();
+                    let total: *mut f32 = total(totals, c, at + r).cast();
                     let sum = L::add(acc[r][c][0], acc[r][c][1]);
                     L::store(L::fma(self.scales[c], sum, L::load(total)), total);
                 }

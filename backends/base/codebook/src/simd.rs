@@ -9,6 +9,9 @@ use q4_simd::{Portable, Vector};
 /// Words of memory ahead of those in use that codes are fetched: 8 KiB.
 const AHEAD: usize = 2048;
 
+/// Most rows of x whose sums are kept while the weights pass by, of any set.
+pub(crate) const MOST_ROWS: usize = 120;
+
 /// What codes are worth, in registers.
 #[derive(Clone, Copy)]
 pub(crate) struct Tables<L: Vector> {
@@ -110,8 +113,8 @@ impl Codes {
 pub(crate) trait Lanes: Vector + Sized {
     /// Accumulators of a [`chain`](Self::chain) that fit into the registers.
     const ACCUMULATORS: usize = Self::SUMS;
-    /// Rows of x whose sums are kept while weights pass by, a multiple of 4 and at most
-    /// [`MOST_ROWS`](crate::many::MOST_ROWS): with two parts of x and two tiles 38 KiB.
+    /// Rows of x whose sums are kept while weights pass by, a multiple of [`TILE_ROWS`](Self::TILE_ROWS) and
+    /// at most [`MOST_ROWS`]: with two parts of x and two tiles 38 KiB.
     const MANY: usize = 40;
     /// Rows of one [`tile`](Self::tile) at most: 1, 2, 4 or 6.
     const TILE_ROWS: usize = Self::ROWS;
@@ -248,6 +251,11 @@ pub(crate) unsafe fn unpack<L: Lanes, E: Encoding>(
 impl Lanes for Portable {}
 #[cfg(target_arch = "x86_64")]
 impl Lanes for Avx512 {
+    /// Decoding is spread over more of them. They are read in turn, so that the second level of the cache may
+    /// have what the first has no room for.
+    const MANY: usize = MOST_ROWS;
+    /// With two blocks 24 sums, which leave registers for two tiles and an input.
+    const TILE_ROWS: usize = 6;
     const BLOCKS: usize = 2;
     const LIFT: f32 = 8_388_608.0;
 

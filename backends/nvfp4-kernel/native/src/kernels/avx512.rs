@@ -10,7 +10,12 @@ use super::{
 use q4_core::formats::e2m1;
 use q4_simd::Avx512;
 use std::arch::x86_64::*;
+use std::hint;
 use std::sync::OnceLock;
+
+/// Activation rows that advance together where there are many: with two row blocks twelve sums of a chain, more
+/// than hide the latency of a multiply-add.
+const PANEL: usize = 6;
 
 /// AVX-512 F, BW, DQ and VL with FMA and F16C.
 pub static PLAIN: Kernels = table(FLOAT, bytes::PLAIN);
@@ -157,10 +162,32 @@ unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut FloatTile) {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRows, acc: *mut Acc) {
-    for r in (0..x.rows).step_by(4) {
-        // SAFETY: same contract; rows r to r + 3 or the last one exist.
+    // SAFETY: same contract.
+    unsafe {
+        match count {
+            1 => panel_rows::<1>(tiles, groups, x, acc),
+            _ => panel_rows::<2>(tiles, groups, x, acc),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
+unsafe fn panel_rows<const C: usize>(tiles: *const FloatTile, groups: usize, x: FloatRows, acc: *mut Acc) {
+    // Two of them; a compiler that knows lays a chain out, loads all its weights first and then lacks registers
+    // for sums.
+    let loops = [groups, hint::black_box(2)];
+    for r in (0..x.rows).step_by(PANEL) {
+        // SAFETY: same contract; PANEL rows from r on or the last ones exist.
         unsafe {
-            by_shape!(x.rows - r, count, panel_shape(tiles, groups, x.x.add(r * x.ld), x.ld, acc.add(r)))
+            let (rows, acc) = (FloatRows { x: x.x.add(r * x.ld), ..x }, acc.add(r));
+            match x.rows - r {
+                1 => panel_shape::<1, C>(tiles, loops, rows, acc),
+                2 => panel_shape::<2, C>(tiles, loops, rows, acc),
+                3 => panel_shape::<3, C>(tiles, loops, rows, acc),
+                4 => panel_shape::<4, C>(tiles, loops, rows, acc),
+                5 => panel_shape::<5, C>(tiles, loops, rows, acc),
+                _ => panel_shape::<PANEL, C>(tiles, loops, rows, acc),
+            }
         }
     }
 }
@@ -168,21 +195,25 @@ unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRo
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 unsafe fn panel_shape<const M: usize, const C: usize>(
     tiles: *const FloatTile,
-    groups: usize,
-    x: *const f32,
-    ld: usize,
+    [groups, halves]: [usize; 2],
+    x: FloatRows,
     out: *mut Acc,
 ) {
-    // SAFETY: by the contract of `Kernels`, M rows and sums and C tiles with `groups` groups exist.
+    // SAFETY: by the contract of `Kernels`, M rows and sums and C tiles with `groups` groups of two halves
+    // exist.
     unsafe {
         let mut acc = get::<M, C>(out);
         for g in 0..groups {
             let (mut low, mut high) = ([[_mm512_setzero_ps(); C]; M], [[_mm512_setzero_ps(); C]; M]);
             // One chain at a time, so that all sums stay in registers.
-            chain(&mut low, tiles, 16 * g, x, ld);
-            chain(&mut high, tiles, 16 * g + 4, x, ld);
+            for half in 0..halves {
+                four_k(&mut low, tiles, 16 * g + 8 * half, x);
+            }
+            for half in 0..halves {
+                four_k(&mut high, tiles, 16 * g + 8 * half + 4, x);
+            }
             for c in 0..C {
-                let scale = _mm512_load_ps((*tiles.add(c)).scales[g].as_ptr());
+                let scale = _mm512_load_ps((*tiles.add(c)).scales.as_ptr().add(g).cast());
                 for r in 0..M {
                     acc[r][c] = _mm512_fmadd_ps(_mm512_add_ps(low[r][c], high[r][c]), scale, acc[r][c]);
                 }
@@ -192,26 +223,24 @@ unsafe fn panel_shape<const M: usize, const C: usize>(
     }
 }
 
-/// Adds the products over `k` to `k + 3` and `k + 8` to `k + 11`.
+/// Adds the products over `k` to `k + 3`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn chain<const M: usize, const C: usize>(
+unsafe fn four_k<const M: usize, const C: usize>(
     sums: &mut [[__m512; C]; M],
     tiles: *const FloatTile,
     k: usize,
-    x: *const f32,
-    ld: usize,
+    x: FloatRows,
 ) {
-    for j in 0..8 {
-        let k = k + j + (j & 4);
+    for k in k..k + 4 {
         let mut value = [_mm512_setzero_ps(); C];
         for c in 0..C {
             // SAFETY: C tiles exist.
-            value[c] = unsafe { _mm512_load_ps((*tiles.add(c)).values[k].as_ptr()) };
+            value[c] = unsafe { _mm512_load_ps((*tiles.add(c)).values.as_ptr().add(k).cast()) };
         }
         for r in 0..M {
             // SAFETY: M rows reach to the end of the group.
-            let x = _mm512_set1_ps(unsafe { *x.add(r * ld + k) });
+            let x = _mm512_set1_ps(unsafe { *x.x.add(r * x.ld + k) });
             for c in 0..C {
                 sums[r][c] = _mm512_fmadd_ps(x, value[c], sums[r][c]);
             }

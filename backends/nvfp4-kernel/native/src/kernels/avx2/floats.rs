@@ -172,12 +172,14 @@ impl Scales {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRows, acc: *mut Acc) {
+    // Two of them; a compiler that knows lays a chain out and mixes its k, and sums go through memory.
+    let loops = [groups, hint::black_box(2)];
     for r in (0..x.rows).step_by(6) {
         for c in 0..count {
             // SAFETY: same contract; rows r to r + 5 or the last one exist.
             unsafe {
-                let (tile, x0, acc) = (&*tiles.add(c), x.x.add(r * x.ld), acc.add(r));
-                by_rows!(x.rows - r, [1 2 3 4 5; 6], panel_rows(tile, groups, x0, x.ld, acc, c))
+                let (tile, rows) = (&*tiles.add(c), FloatRows { x: x.x.add(r * x.ld), ..x });
+                by_rows!(x.rows - r, [1 2 3 4 5; 6], panel_rows(tile, loops, rows, acc.add(r), c))
             }
         }
     }
@@ -186,22 +188,21 @@ unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRo
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn panel_rows<const M: usize>(
     tile: &FloatTile,
-    groups: usize,
-    x: *const f32,
-    ld: usize,
+    [groups, halves]: [usize; 2],
+    x: FloatRows,
     out: *mut Acc,
     c: usize,
 ) {
-    // SAFETY: by the contract of `Kernels`, M rows and sums exist.
+    // SAFETY: by the contract of `Kernels`, M rows and sums exist, and groups of two halves.
     unsafe {
         for g in 0..groups {
             // One after the other: six rows of a chain are twelve sums, more than hide the latency of a
             // multiply-add, and each load of x serves two of them.
-            let mut low = chain::<M>(tile, 16 * g, x, ld);
+            let mut low = chain::<M>(tile, 16 * g, halves, x);
             // In memory from here on: the sums that follow need the registers.
             hint::black_box(&mut low);
-            let high = chain::<M>(tile, 16 * g + 4, x, ld);
-            let scale = Avx2::load(tile.scales[g].as_ptr());
+            let high = chain::<M>(tile, 16 * g + 4, halves, x);
+            let scale = Avx2::load(tile.scales.as_ptr().add(g).cast());
             for r in 0..M {
                 let lanes = (*out.add(r))[c].as_mut_ptr();
                 Avx2::store(Avx2::fma(Avx2::add(low[r], high[r]), scale, Avx2::load(lanes)), lanes);
@@ -210,18 +211,19 @@ unsafe fn panel_rows<const M: usize>(
     }
 }
 
-/// The products over `k` to `k + 3` and `k + 8` to `k + 11`.
+/// The products over four k from `k` on in each half.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn chain<const M: usize>(tile: &FloatTile, k: usize, x: *const f32, ld: usize) -> [[__m256; 2]; M] {
+unsafe fn chain<const M: usize>(tile: &FloatTile, k: usize, halves: usize, x: FloatRows) -> [[__m256; 2]; M] {
     let mut sums = [[_mm256_setzero_ps(); 2]; M];
-    for j in 0..8 {
-        let k = k + j + (j & 4);
-        // SAFETY: M rows reach to the end of the group.
-        unsafe {
-            let value = Avx2::load(tile.values[k].as_ptr());
-            for r in 0..M {
-                sums[r] = Avx2::fma(Avx2::splat(*x.add(r * ld + k)), value, sums[r]);
+    for half in 0..halves {
+        for k in k + 8 * half..k + 8 * half + 4 {
+            // SAFETY: M rows reach to the end of the group, and a tile has it.
+            unsafe {
+                let value = Avx2::load(tile.values.as_ptr().add(k).cast());
+                for r in 0..M {
+                    sums[r] = Avx2::fma(Avx2::splat(*x.x.add(r * x.ld + k)), value, sums[r]);
+                }
             }
         }
     }
