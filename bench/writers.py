@@ -19,6 +19,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 IDS = [5, 17, 3, 200, 41, 9, 77, 120]
 # Rates beside llama.cpp and OpenVINO, which bench/cpu.sh --isa records on a machine that does nothing else.
 CELLS = [ROOT / f"bench/results/cpu-cells-{isa}.json" for isa in ("avx2", "avx512vnni")]
+# Mutants and the suite, which bench/proof.sh records.
+PROOF = ROOT / "bench/results/proof.json"
 # What peers write, the layout it has, and where q4 takes it on its way back.
 MADE = [
     ("ct-sym-128", "compressed-tensors", ["gptq", "awq"]),
@@ -341,6 +343,7 @@ def main():
     take(args.decoders)
     for cells in CELLS:
         take(cells, r"-(Q4_0\.gguf|Q4_K\.gguf|int4)-")
+    take(PROOF, r"^(mutants(-caught|-missed)?|false-alarm.*|suite-all-seconds)$")
     versions = {}
     for name in ["formats", "llama.cpp", "modelopt", "llm-compressor", "mlx"]:
         out = args.work / f"versions-{name}.json"
