@@ -22,7 +22,7 @@ impl Lanes for Avx2 {
     /// As with AVX-512.
     const MANY: usize = MOST_ROWS;
     const TILE_ROWS: usize = 6;
-    const LIFT: f32 = planes::LIFT;
+    const LIFT: f32 = 8_388_608.0;
 
     /// As with AVX-512.
     #[inline(always)]
@@ -227,12 +227,14 @@ impl<const B: usize> Parts<B> {
         // SAFETY: the trait's contract.
         unsafe {
             let [low, high] = codes.words::<Avx2, E>(word);
-            let by_byte = |words: [__m256i; 2]| [planes::by_byte(words[0]), planes::by_byte(words[1])];
+            let by_byte = |w: [__m256i; 2]| [planes::by_byte::<B>(w[0]), planes::by_byte::<B>(w[1])];
+            let least = _mm256_broadcastss_ps(_mm256_castps256_ps128(tables.low.halves[0]));
             Self {
                 low: by_byte(low),
                 high: by_byte(high),
                 values: Planes::load(tables.low.upper()),
-                least: _mm256_broadcastss_ps(_mm256_castps256_ps128(tables.low.halves[0])),
+                // Whole numbers below 2^24, so this is exact.
+                least: _mm256_add_ps(least, _mm256_set1_ps(Avx2::LIFT - planes::LIFT)),
                 at: (word % share::<E>() * E::HIGH) as i32,
             }
         }

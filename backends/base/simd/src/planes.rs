@@ -68,11 +68,14 @@ impl<const B: usize> Planes<B> {
         // SAFETY: the caller's.
         unsafe {
             let plane = |i: usize| _mm256_shuffle_epi8(self.0[i], codes);
-            let upper = [plane(B - 2), plane(B - 1)];
-            let lower = if B == WHOLE { [plane(0), plane(1)] } else { [_mm256_setzero_si256(); 2] };
-            let [low, high] = [lower, upper];
-            let (a, b) = (_mm256_unpacklo_epi8(low[0], low[1]), _mm256_unpackhi_epi8(low[0], low[1]));
+            let high = [plane(B - 2), plane(B - 1)];
             let (c, d) = (_mm256_unpacklo_epi8(high[0], high[1]), _mm256_unpackhi_epi8(high[0], high[1]));
+            if B == SHORT {
+                let ([c, e], [d, f]) = (upper_halves(c), upper_halves(d));
+                return [c, e, d, f];
+            }
+            let low = [plane(0), plane(1)];
+            let (a, b) = (_mm256_unpacklo_epi8(low[0], low[1]), _mm256_unpackhi_epi8(low[0], low[1]));
             [
                 _mm256_castsi256_ps(_mm256_unpacklo_epi16(a, c)),
                 _mm256_castsi256_ps(_mm256_unpackhi_epi16(a, c)),
@@ -83,10 +86,28 @@ impl<const B: usize> Planes<B> {
     }
 }
 
-/// What bytes have more, as [`lifted`] makes numbers of them.
-pub const LIFT: f32 = 8_388_608.0;
+/// The lower and the upper half of every lane as numbers of bf16. A shift and a mask, where interleaving with
+/// zeros would do: processors have one or two ports that permute, and these leave them to the look-ups.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn upper_halves(lanes: __m256i) -> [__m256; 2] {
+    // SAFETY: the caller's.
+    unsafe {
+        let upper = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
+        [
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(lanes)),
+            _mm256_castsi256_ps(_mm256_and_si256(lanes, upper)),
+        ]
+    }
+}
 
-/// Byte 0, 1, 2 and 3 of every lane, as [`by_byte`] has them, and [`LIFT`]: the last bits of such a number.
+/// What bytes have more, as [`lifted`] makes numbers of them.
+pub const LIFT: f32 = 128.0;
+
+/// Byte 0, 1, 2 and 3 of every lane, as [`by_byte`] has them for [`SHORT`] values, all below 128, and
+/// [`LIFT`]: the seven bits that a number of bf16 has behind its exponent.
 ///
 /// # Safety
 /// The processor has AVX2.
@@ -94,27 +115,40 @@ pub const LIFT: f32 = 8_388_608.0;
 pub unsafe fn lifted(bytes: __m256i) -> [__m256; 4] {
     // SAFETY: the caller's.
     unsafe {
-        let (zero, upper) = (_mm256_setzero_si256(), _mm256_set1_epi16((LIFT.to_bits() >> 16) as i16));
-        let (a, b) = (_mm256_unpacklo_epi8(bytes, zero), _mm256_unpackhi_epi8(bytes, zero));
-        [
-            _mm256_castsi256_ps(_mm256_unpacklo_epi16(a, upper)),
-            _mm256_castsi256_ps(_mm256_unpackhi_epi16(a, upper)),
-            _mm256_castsi256_ps(_mm256_unpacklo_epi16(b, upper)),
-            _mm256_castsi256_ps(_mm256_unpackhi_epi16(b, upper)),
-        ]
+        let exponent = _mm256_set1_epi8((LIFT.to_bits() >> 24) as i8);
+        let [a, b] = upper_halves(_mm256_unpacklo_epi8(bytes, exponent));
+        let [c, d] = upper_halves(_mm256_unpackhi_epi8(bytes, exponent));
+        [a, b, c, d]
     }
 }
 
-/// Eight words of eight codes, with byte `i` of the first four and of the last four together.
+/// Eight words of eight codes in the order that look-ups of `B` bytes take: for [`WHOLE`] values byte `i` of
+/// the first four and of the last four together, for [`SHORT`] ones bytes 0 and 1 of a word beside each other.
 ///
 /// # Safety
 /// The processor has AVX2.
 #[inline(always)]
-pub unsafe fn by_byte(words: __m256i) -> __m256i {
+pub unsafe fn by_byte<const B: usize>(words: __m256i) -> __m256i {
     // SAFETY: the caller's.
     unsafe {
-        let order = _mm_set_epi32(0x0f0b_0703, 0x0e0a_0602, 0x0d09_0501, 0x0c08_0400);
+        let order = match B {
+            SHORT => _mm_set_epi32(0x0f0e_0b0a, 0x0706_0302, 0x0d0c_0908, 0x0504_0100),
+            _ => _mm_set_epi32(0x0f0b_0703, 0x0e0a_0602, 0x0d09_0501, 0x0c08_0400),
+        };
         _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(order))
+    }
+}
+
+/// What `by_byte::<SHORT>` was made of.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+pub unsafe fn by_word(bytes: __m256i) -> __m256i {
+    // SAFETY: the caller's.
+    unsafe {
+        let order = _mm_set_epi32(0x0f0e_0706, 0x0d0c_0504, 0x0b0a_0302, 0x0908_0100);
+        _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order))
     }
 }
 
@@ -150,7 +184,14 @@ mod tests {
         // SAFETY: the caller's; eight words behind the first.
         unsafe {
             let planes = Planes::<B>::load(Avx2::table(values).upper());
-            let bytes = by_byte(_mm256_loadu_si256(words[1..].as_ptr().cast()));
+            if B == SHORT {
+                let mut back = [0; LANES / 2];
+                let words: *const __m256i = words[1..].as_ptr().cast();
+                let restored = by_word(by_byte::<B>(_mm256_loadu_si256(words)));
+                _mm256_storeu_si256(back.as_mut_ptr().cast(), restored);
+                assert_eq!(back, *words.cast::<[u32; LANES / 2]>());
+            }
+            let bytes = by_byte::<B>(_mm256_loadu_si256(words[1..].as_ptr().cast()));
             for (upper, codes) in [codes(bytes), upper_codes(bytes)].into_iter().enumerate() {
                 for (i, found) in planes.four(codes).into_iter().enumerate() {
                     let mut lanes = [0.0; 8];
@@ -175,11 +216,11 @@ mod tests {
             println!("skipped: no AVX2 here");
             return;
         }
-        for first in (0..=u8::MAX).step_by(32) {
+        for first in (0..128).step_by(32) {
             let bytes: [u8; 32] = std::array::from_fn(|i| first + i as u8);
             // SAFETY: AVX2 was found; 32 bytes, and eight lanes.
             unsafe {
-                let found = lifted(by_byte(_mm256_loadu_si256(bytes.as_ptr().cast())));
+                let found = lifted(by_byte::<SHORT>(_mm256_loadu_si256(bytes.as_ptr().cast())));
                 for (i, found) in found.into_iter().enumerate() {
                     let mut lanes = [0.0; 8];
                     _mm256_storeu_ps(lanes.as_mut_ptr(), found);

@@ -230,8 +230,17 @@ pub const SHIFTS: [u32; 8] = [0, 8, 16, 24, 4, 12, 20, 28];
 /// `dx[r] += sum_j dy[r][j] * w[j]`, j ascending.
 pub type AxpyFn = unsafe fn(dy: &[[f32; LANES]], w: &[[f32; TILE_K]; LANES], dx: &mut [[f32; TILE_K]]);
 
-/// Puts the codes of `count` adjacent tiles into another order, or back out of it.
+/// Puts the codes of `count` adjacent tiles into another order.
 pub type ReorderFn = unsafe fn(tiles: *mut u8, count: usize);
+
+/// An order of its own for the codes of tiles, and the way back.
+#[derive(Clone, Copy)]
+pub struct Reorder {
+    /// From the common order.
+    pub to: ReorderFn,
+    /// Back to it.
+    pub back: ReorderFn,
+}
 
 /// Kernels of one kind of activations.
 pub struct Product<X, T> {
@@ -247,7 +256,7 @@ pub struct Product<X, T> {
     pub panel: PanelFn<X, T>,
     /// To the order in which these read the codes of a tile, if it is their own. [`Kernels::decode`] wants
     /// the common one.
-    pub reorder: Option<ReorderFn>,
+    pub reorder: Option<Reorder>,
 }
 
 /// Everything one instruction set provides.

@@ -233,7 +233,7 @@ unsafe fn interleave(parts: &[Part<'_>], w: &Weight, block: usize) {
     }
     if let Some(reorder) = w.reorder() {
         // SAFETY: all of its tiles are written.
-        unsafe { reorder(b.tiles.cast_mut(), w.tiles()) };
+        unsafe { (reorder.to)(b.tiles.cast_mut(), w.tiles()) };
     }
 }
 

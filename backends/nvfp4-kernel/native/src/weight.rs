@@ -1,6 +1,6 @@
 //! A prepared weight: packed bytes in one aligned allocation and what its calls need to know. Immutable, so
 //! that any number of threads may use it.
-use crate::kernels::{Blocks, GROUPS, Kernels, LANES, ReorderFn, SCALES_AT, TILE_BYTES, TILE_K};
+use crate::kernels::{Blocks, GROUPS, Kernels, LANES, Reorder, SCALES_AT, TILE_BYTES, TILE_K};
 use crate::memory::Packed;
 use q4_core::formats::e4m3;
 use q4_core::isa::Isa;
@@ -56,8 +56,8 @@ impl Weight {
     pub fn kernels(&self) -> &'static Kernels {
         Kernels::of(self.isa)
     }
-    /// What brings its tiles into the order of its kernels, and back, where that is not the common one.
-    pub fn reorder(&self) -> Option<ReorderFn> {
+    /// The order that its kernels want of its tiles, where that is not the common one.
+    pub fn reorder(&self) -> Option<Reorder> {
         match self.activations {
             Activations::Native => self.kernels().float.reorder,
             _ => self.kernels().bytes.reorder,
@@ -96,7 +96,7 @@ impl Weight {
                 None => at,
                 Some(reorder) => {
                     copy = at.cast::<Tile>().read();
-                    reorder(copy.0.as_mut_ptr(), 1);
+                    (reorder.back)(copy.0.as_mut_ptr(), 1);
                     copy.0.as_ptr()
                 }
             };

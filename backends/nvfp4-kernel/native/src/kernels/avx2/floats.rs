@@ -1,18 +1,18 @@
 //! Products of f32 activations in AVX2. A weight is a number of bf16 here, so that two look-ups of bytes find
 //! 32 of them, and one interleaving makes eight of those floats.
 use crate::kernels::{
-    AHEAD, Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, LANES, PANEL_ROWS, Product, SCALES_AT,
-    TILE_BYTES, by_rows, prefetch,
+    AHEAD, Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, LANES, PANEL_ROWS, Product, Reorder,
+    SCALES_AT, TILE_BYTES, by_rows, prefetch,
 };
 use q4_core::formats::e2m1;
-use q4_simd::planes::{Planes, SHORT, by_byte, codes, tables, upper_codes};
+use q4_simd::planes::{Planes, SHORT, by_byte, by_word, codes, tables, upper_codes};
 use q4_simd::{Avx2, Vector};
 use std::arch::x86_64::*;
 use std::hint;
 
 /// With f32 activations.
 pub const FLOAT: Product<FloatRows, FloatTile> =
-    Product { direct, direct_rows: 4, panel_rows: PANEL_ROWS, unpack, panel, reorder: Some(reorder) };
+    Product { direct, direct_rows: 4, panel_rows: PANEL_ROWS, unpack, panel, reorder: Some(REORDER) };
 
 /// Weights without their scales.
 static TABLES: [[u8; 16]; SHORT] = tables(&e2m1::VALUES);
@@ -116,15 +116,31 @@ unsafe fn unpack(tile: *const u8, ahead: usize, out: *mut FloatTile) {
     }
 }
 
-/// Bytes of four lanes that [`four`] looks up together lie together, so that it need not bring them there.
+/// Bytes that [`four`] looks up together lie as it wants them, so that it need not bring them there.
+const REORDER: Reorder = Reorder { to, back };
+
 #[target_feature(enable = "avx2")]
-unsafe fn reorder(tiles: *mut u8, count: usize) {
+unsafe fn to(tiles: *mut u8, count: usize) {
+    // SAFETY: the caller's, and the processor's.
+    unsafe { each_eight(tiles, count, |eight| by_byte::<SHORT>(eight)) }
+}
+
+#[target_feature(enable = "avx2")]
+unsafe fn back(tiles: *mut u8, count: usize) {
+    // SAFETY: as above.
+    unsafe { each_eight(tiles, count, |eight| by_word(eight)) }
+}
+
+/// Of each eight lanes the words of half a group.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn each_eight(tiles: *mut u8, count: usize, order: impl Fn(__m256i) -> __m256i) {
     for t in 0..count {
         for at in (0..SCALES_AT).step_by(4 * HALF) {
             // SAFETY: `count` aligned tiles, by the contract of `Kernels`.
             unsafe {
                 let p = tiles.add(t * TILE_BYTES + at).cast();
-                _mm256_store_si256(p, by_byte(_mm256_load_si256(p)));
+                _mm256_store_si256(p, order(_mm256_load_si256(p)));
             }
         }
     }
