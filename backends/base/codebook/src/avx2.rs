@@ -22,20 +22,23 @@ impl Lanes for Avx2 {
     /// As with AVX-512.
     const MANY: usize = MOST_ROWS;
     const TILE_ROWS: usize = 6;
-    const LIFT: f32 = 8_388_608.0;
+    const LIFT: f32 = planes::LIFT;
 
-    /// As with AVX-512.
+    /// As with AVX-512, but as bits of a number of bf16.
     #[inline(always)]
     unsafe fn upper(_: Self::Table, words: Self::Words, _: i32, at: i32, mask: i32) -> F {
+        /// Where codes have their upper bits in numbers that are lifted.
+        const TO: i32 = 20;
         // SAFETY: the trait's contract.
         unsafe {
-            let (mask, lift) = (_mm256_set1_epi32(mask << 4), _mm256_set1_epi32(Self::LIFT.to_bits() as i32));
+            let (mask, lift) =
+                (_mm256_set1_epi32(mask << TO), _mm256_set1_epi32(Self::LIFT.to_bits() as i32));
             let mut out = [_mm256_setzero_ps(); 2];
             for side in 0..LANES / HALF {
-                let turned = if at < 4 {
-                    _mm256_sllv_epi32(words[side], _mm256_set1_epi32(4 - at))
+                let turned = if at < TO {
+                    _mm256_sllv_epi32(words[side], _mm256_set1_epi32(TO - at))
                 } else {
-                    _mm256_srlv_epi32(words[side], _mm256_set1_epi32(at - 4))
+                    _mm256_srlv_epi32(words[side], _mm256_set1_epi32(at - TO))
                 };
                 out[side] = _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(turned, mask), lift));
             }
@@ -228,13 +231,11 @@ impl<const B: usize> Parts<B> {
         unsafe {
             let [low, high] = codes.words::<Avx2, E>(word);
             let by_byte = |w: [__m256i; 2]| [planes::by_byte::<B>(w[0]), planes::by_byte::<B>(w[1])];
-            let least = _mm256_broadcastss_ps(_mm256_castps256_ps128(tables.low.halves[0]));
             Self {
                 low: by_byte(low),
                 high: by_byte(high),
                 values: Planes::load(tables.low.upper()),
-                // Whole numbers below 2^24, so this is exact.
-                least: _mm256_add_ps(least, _mm256_set1_ps(Avx2::LIFT - planes::LIFT)),
+                least: _mm256_broadcastss_ps(_mm256_castps256_ps128(tables.low.halves[0])),
                 at: (word % share::<E>() * E::HIGH) as i32,
             }
         }

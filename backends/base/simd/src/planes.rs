@@ -1,8 +1,8 @@
 //! Values by 4-bit codes with AVX2, whose widest look-up finds bytes: 32 of them by tables of 16.
 //!
 //! Four codes of each of eight lanes are looked up in a table for each byte of a value, and what was found is
-//! interleaved until whole values lie beside each other. Interleaving is the cheapest thing a processor does,
-//! a permutation of whole values one of the dearest.
+//! interleaved until whole values lie beside each other, or numbers of bf16, which a shift and a mask take
+//! apart. A permutation of whole values is one of the dearest things a processor does.
 use std::arch::{asm, x86_64::*};
 
 /// Bytes of a value that [`Planes`] looks up where the values need no more: numbers of bf16.

@@ -1,5 +1,5 @@
 //! Products of f32 activations in AVX2. A weight is a number of bf16 here, so that two look-ups of bytes find
-//! 32 of them, and one interleaving makes eight of those floats.
+//! 32 of them, and an interleaving, a shift and a mask make sixteen of those floats.
 use crate::kernels::{
     AHEAD, Acc, Blocks, FloatRows, FloatTile, GROUP_BYTES, GROUPS, LANES, PANEL_ROWS, Product, Reorder,
     SCALES_AT, TILE_BYTES, by_rows, prefetch,
