@@ -9,7 +9,7 @@ struct Minima<const HIGH: usize>;
 impl<const HIGH: usize> Encoding for Minima<HIGH> {
     const OFFSET: Offset = Offset::Minimum;
     const HIGH: usize = HIGH;
-    const NESTED: bool = true;
+    const NESTED: Option<Kept> = Some(Kept::Byte);
 }
 
 /// Codes of six bits, groups with a signed scale: Q6_K.
@@ -17,7 +17,7 @@ struct SixBits;
 
 impl Encoding for SixBits {
     const HIGH: usize = 2;
-    const NESTED: bool = true;
+    const NESTED: Option<Kept> = Some(Kept::Signed);
 }
 
 /// Signed bytes, groups with an f16: Q8_0.

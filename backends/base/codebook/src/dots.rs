@@ -15,7 +15,7 @@ use q4_simd::{LANES, Portable, Vector, Vectors};
 use x86::Vnni;
 
 /// Words of sixteen lanes.
-type Words<D> = <<D as Dot>::On as Vector>::Words;
+pub(crate) type Words<D> = <<D as Dot>::On as Vector>::Words;
 
 /// Sums of byte products, exact while they are integers below 2^31.
 ///

@@ -107,8 +107,9 @@ pub trait Encoding: Send + Sync + 'static {
     const HIGH: usize = 0;
     /// Codes that are bytes, and numbers by themselves.
     const BYTES: Option<Bytes> = None;
-    /// Scales, and minima, have an f16 for each [`NEST`] of k, by which they are multiplied.
-    const NESTED: bool = false;
+    /// What scales are kept in where they, and minima, have an f16 for each [`NEST`] of k, by which they are
+    /// multiplied.
+    const NESTED: Option<Kept> = None;
 }
 
 /// What a byte is.

@@ -1,7 +1,7 @@
 //! Products of int8 activations with codes that are integers. The products of 16 elements are summed exactly
 //! and scaled by that of the activations, these sums by that of the group, as far as a chain reaches. One
 //! order whatever the number of rows, the sets of instructions and the tasks.
-use crate::dots::{self, Dot, Job};
+use crate::dots::{self, Dot, Job, Words};
 use crate::encoding::{Encoding, Offset, share};
 use crate::integers::{Block, Inputs, Integers, MIDDLE, NARROW, SCALES, TILE, WIDE, bits};
 use crate::layout::{CODES, LANES, QUAD};
@@ -48,31 +48,44 @@ impl<E: Encoding> Job for Product<'_, E> {
     unsafe fn on<D: Dot>(self) {
         // SAFETY: the caller's.
         unsafe {
-            match self.x.m {
-                0 => {}
-                1 => self.few::<D, 4, 1>(),
-                2 => self.few::<D, 2, 2>(),
-                3 => self.few::<D, 2, 3>(),
-                GEMV_ROWS => self.few::<D, 2, GEMV_ROWS>(),
-                _ => self.many::<D>(),
+            if has_table::<E>() && self.integers.table.is_some() {
+                self.rows::<D, true>();
+            } else {
+                self.rows::<D, false>();
             }
         }
     }
 }
 
 impl<E: Encoding> Product<'_, E> {
+    /// All rows, by codes that are looked up in a table (`T`) or are what they are.
+    #[inline(always)]
+    unsafe fn rows<D: Dot, const T: bool>(&self) {
+        // SAFETY: the caller's.
+        unsafe {
+            match self.x.m {
+                0 => {}
+                1 => self.few::<D, T, 4, 1>(),
+                2 => self.few::<D, T, 2, 2>(),
+                3 => self.few::<D, T, 2, 3>(),
+                GEMV_ROWS => self.few::<D, T, 2, GEMV_ROWS>(),
+                _ => self.many::<D, T>(),
+            }
+        }
+    }
+
     /// `M` rows, where there are `B` blocks of a quad these together.
     #[inline(always)]
-    unsafe fn few<D: Dot, const B: usize, const M: usize>(&self) {
+    unsafe fn few<D: Dot, const T: bool, const B: usize, const M: usize>(&self) {
         let mut b = self.range.start;
         while b < self.range.end {
             // SAFETY: blocks b to b + B are inside the range.
             unsafe {
                 if B <= D::On::ACCUMULATORS && self.range.end - b >= B {
-                    self.stream::<D, B, M>(b);
+                    self.stream::<D, T, B, M>(b);
                     b += B;
                 } else {
-                    self.stream::<D, 1, M>(b);
+                    self.stream::<D, T, 1, M>(b);
                     b += 1;
                 }
             }
@@ -81,7 +94,7 @@ impl<E: Encoding> Product<'_, E> {
 
     /// `M` rows of x against `B` blocks of one quad, decoded in registers.
     #[inline(always)]
-    unsafe fn stream<D: Dot, const B: usize, const M: usize>(&self, b0: usize) {
+    unsafe fn stream<D: Dot, const T: bool, const B: usize, const M: usize>(&self, b0: usize) {
         let (w, shape) = (self.w, Shape::of(self.w));
         // SAFETY: every index is below the length the layout has for n and k; x has k columns.
         unsafe {
@@ -100,7 +113,7 @@ impl<E: Encoding> Product<'_, E> {
                         let codes = &places[b].codes;
                         codes.fetch::<D::On, E>(word);
                         codes.fetch::<D::On, E>(word + 1);
-                        let bytes = decoder.sixteen::<E>(codes, word);
+                        let bytes = decoder.sixteen::<E, T>(codes, word);
                         for r in 0..M {
                             let dot = dot::<D, E>(bytes, x[r], i);
                             sums[r][b] = D::On::fma(dot, D::On::splat(x[r].scales[i]), sums[r][b]);
@@ -113,7 +126,7 @@ impl<E: Encoding> Product<'_, E> {
                 }
                 for b in 0..B {
                     places[b].fetch::<D::On>(group, w.group);
-                    let [scale, offset] = self.group::<D>(&places[b], group);
+                    let [scale, offset] = self.group::<D, T>(&places[b], group);
                     for r in 0..M {
                         total[r][b] = D::On::fma(scale, sums[r][b], total[r][b]);
                         if E::OFFSET != Offset::None {
@@ -138,14 +151,16 @@ impl<E: Encoding> Product<'_, E> {
 
     /// What the sums of a group's products, and of its inputs, are multiplied by.
     #[inline(always)]
-    unsafe fn group<D: Dot>(&self, place: &Place<E>, group: usize) -> [<D::On as Vector>::F; 2] {
+    unsafe fn group<D: Dot, const T: bool>(
+        &self,
+        place: &Place<E>,
+        group: usize,
+    ) -> [<D::On as Vector>::F; 2] {
         // SAFETY: the caller's.
         unsafe {
             let group = place.group::<D::On>(group, self.w.group);
-            let scale = match self.integers.table {
-                Some(_) => D::On::mul(group.scale, D::On::splat(self.integers.unit)),
-                None => group.scale,
-            };
+            let scale =
+                if T { D::On::mul(group.scale, D::On::splat(self.integers.unit)) } else { group.scale };
             let offset = match E::OFFSET {
                 Offset::Zero => D::On::mul(group.offset, group.scale),
                 _ => group.offset,
@@ -156,7 +171,7 @@ impl<E: Encoding> Product<'_, E> {
 
     /// Any number of rows: a tile of 64 k is decoded once for up to [`ROWS`] of them.
     #[inline(always)]
-    unsafe fn many<D: Dot>(&self) {
+    unsafe fn many<D: Dot, const T: bool>(&self) {
         let shape = Shape::of(self.w);
         let tiles = self.w.info.k.div_ceil(TILE);
         let (panel, chain) = (panel_of::<D, E>(), shape.sixteens_per_chain());
@@ -173,7 +188,7 @@ impl<E: Encoding> Product<'_, E> {
                     unsafe {
                         let sixteens = SCALES.min((self.w.info.k - t * TILE) / BLOCK);
                         for c in 0..count {
-                            self.decode::<D>(&shape, b0 + c, t, sixteens, &mut decoded[c]);
+                            self.decode::<D, T>(&shape, b0 + c, t, sixteens, &mut decoded[c]);
                         }
                         // Rows of y lie in as many pages: written unasked, each would wait for its line.
                         for r in t * share..((t + 1) * share).min(rows) {
@@ -197,7 +212,14 @@ impl<E: Encoding> Product<'_, E> {
 
     /// Decodes `sixteens` of tile `t` of a block.
     #[inline(always)]
-    unsafe fn decode<D: Dot>(&self, shape: &Shape, block: usize, t: usize, sixteens: usize, to: &mut Tile) {
+    unsafe fn decode<D: Dot, const T: bool>(
+        &self,
+        shape: &Shape,
+        block: usize,
+        t: usize,
+        sixteens: usize,
+        to: &mut Tile,
+    ) {
         // SAFETY: every index is below the length the layout has for n and k.
         unsafe {
             let decoder = Decoder::<D>::of(self.integers);
@@ -206,7 +228,7 @@ impl<E: Encoding> Product<'_, E> {
                 let word = t * TILE / CODES + 2 * i;
                 place.codes.fetch::<D::On, E>(word);
                 place.codes.fetch::<D::On, E>(word + 1);
-                for (j, bytes) in decoder.sixteen::<E>(&place.codes, word).into_iter().enumerate() {
+                for (j, bytes) in decoder.sixteen::<E, T>(&place.codes, word).into_iter().enumerate() {
                     D::store(bytes, to.bytes[4 * i + j].0.as_mut_ptr());
                 }
             }
@@ -214,7 +236,7 @@ impl<E: Encoding> Product<'_, E> {
             for chain in 0..chains {
                 let at = (t * TILE / CODES / shape.words_per_chain + chain) / shape.chains_per_group;
                 place.fetch::<D::On>(at, self.w.group);
-                let [scale, offset] = self.group::<D>(&place, at);
+                let [scale, offset] = self.group::<D, T>(&place, at);
                 D::On::store(scale, to.scales[chain].0.as_mut_ptr());
                 D::On::store(offset, to.offsets[chain].0.as_mut_ptr());
             }
@@ -224,11 +246,7 @@ impl<E: Encoding> Product<'_, E> {
 
 /// The exact dot of 16 elements.
 #[inline(always)]
-unsafe fn dot<D: Dot, E: Encoding>(
-    bytes: [<D::On as Vector>::Words; 4],
-    x: &Block,
-    i: usize,
-) -> <D::On as Vector>::F {
+unsafe fn dot<D: Dot, E: Encoding>(bytes: [Words<D>; 4], x: &Block, i: usize) -> <D::On as Vector>::F {
     // SAFETY: the caller's.
     unsafe {
         match bits::<E>() {
@@ -241,7 +259,7 @@ unsafe fn dot<D: Dot, E: Encoding>(
 
 #[inline(always)]
 unsafe fn sixteen<D: Dot, const BITS: u32>(
-    bytes: [<D::On as Vector>::Words; 4],
+    bytes: [Words<D>; 4],
     x: &Block,
     i: usize,
 ) -> <D::On as Vector>::F {
@@ -256,31 +274,36 @@ unsafe fn sixteen<D: Dot, const BITS: u32>(
     }
 }
 
+/// Whether codes may be looked up in a table: others are what they are.
+const fn has_table<E: Encoding>() -> bool {
+    E::HIGH == 0 && E::BYTES.is_none()
+}
+
 /// Takes words of codes apart.
 struct Decoder<D: Dot> {
-    table: Option<D::Table>,
+    table: D::Table,
 }
 
 impl<D: Dot> Decoder<D> {
     #[inline(always)]
     unsafe fn of(integers: &Integers) -> Self {
         // SAFETY: the caller's.
-        Self { table: unsafe { integers.table.as_ref().map(|t| D::table(t)) } }
+        Self { table: unsafe { D::table(integers.table.as_ref().unwrap_or(&[0; 16])) } }
     }
 
-    /// Words `word` and the one behind it as bytes, in the order of a [`Block`].
+    /// Words `word` and the one behind it as bytes, in the order of a [`Block`], by the table where `T`.
     #[inline(always)]
-    unsafe fn sixteen<E: Encoding>(&self, codes: &Codes, word: usize) -> [<D::On as Vector>::Words; 4] {
+    unsafe fn sixteen<E: Encoding, const T: bool>(&self, codes: &Codes, word: usize) -> [Words<D>; 4] {
         // SAFETY: the caller's; there are such words.
         unsafe {
-            let [a, b] = self.eight::<E>(codes, word);
-            let [c, d] = self.eight::<E>(codes, word + 1);
+            let [a, b] = self.eight::<E, T>(codes, word);
+            let [c, d] = self.eight::<E, T>(codes, word + 1);
             [a, b, c, d]
         }
     }
 
     #[inline(always)]
-    unsafe fn eight<E: Encoding>(&self, codes: &Codes, word: usize) -> [<D::On as Vector>::Words; 2] {
+    unsafe fn eight<E: Encoding, const T: bool>(&self, codes: &Codes, word: usize) -> [Words<D>; 2] {
         const NIBBLES: u32 = 0x0f0f_0f0f;
         // SAFETY: as above.
         unsafe {
@@ -294,10 +317,10 @@ impl<D: Dot> Decoder<D> {
                 let at = (word % share::<E>() * E::HIGH) as i32;
                 return [D::or(even, D::pick(high, at - 4, mask)), D::or(odd, D::pick(high, at, mask))];
             }
-            match self.table {
-                Some(table) => [D::look_up(table, even), D::look_up(table, odd)],
-                None => [even, odd],
+            if T {
+                return [D::look_up(self.table, even), D::look_up(self.table, odd)];
             }
+            [even, odd]
         }
     }
 }

@@ -178,6 +178,7 @@ pub(crate) fn pack<E: Encoding>(
     vectors: Vectors,
     threads: &ThreadPool,
 ) -> Result<Packed<E>> {
+    debug_assert!(E::NESTED.is_none_or(|of| of == kept), "kernels take nested scales as {:?}", E::NESTED);
     let (n, k) = (segments.iter().map(|s| s.rows()).sum::<usize>(), spec.k);
     let group = scale_group(k, block);
     let blocks = n.div_ceil(LANES);
@@ -189,7 +190,7 @@ pub(crate) fn pack<E: Encoding>(
     let has_offsets = E::OFFSET != Offset::None;
     let mut offsets =
         has_offsets.then(|| Lines::zeroed(E::OFFSET.kept(kept), blocks * groups)).transpose()?;
-    let mut nested = E::NESTED.then(|| Pages::<[[f16; LANES]; 2]>::zeroed(blocks * nests)).transpose()?;
+    let mut nested = E::NESTED.map(|_| Pages::<[[f16; LANES]; 2]>::zeroed(blocks * nests)).transpose()?;
     let count = blocks.div_ceil(QUAD);
     let mut parts = (
         quads(&mut codes, words, count).into_iter(),
@@ -275,7 +276,7 @@ impl Quad<'_> {
             self.scales.put(g * width + block, lane, run.scales[at]);
             self.offsets.put(g * width + block, lane, run.offsets[at]);
         }
-        if E::NESTED {
+        if E::NESTED.is_some() {
             for (at, [scale, min]) in run.nests[..len / NEST].iter().enumerate() {
                 let to = &mut self.nests[(from / NEST + at) * width + block];
                 (to[0][lane], to[1][lane]) = (*scale, -*min);

@@ -133,11 +133,12 @@ impl<E: Encoding> Place<E> {
         let at = (g + FETCHED.div_ceil(group)) * self.step * LANES;
         // SAFETY: hints, of any address.
         unsafe {
-            L::prefetch(self.scales.wrapping_add(at * self.kept.size()));
+            let kept = E::NESTED.unwrap_or(self.kept);
+            L::prefetch(self.scales.wrapping_add(at * kept.size()));
             if E::OFFSET != Offset::None {
-                L::prefetch(self.offsets.wrapping_add(at * E::OFFSET.kept(self.kept).size()));
+                L::prefetch(self.offsets.wrapping_add(at * E::OFFSET.kept(kept).size()));
             }
-            if E::NESTED && (g * group).is_multiple_of(NEST) {
+            if E::NESTED.is_some() && (g * group).is_multiple_of(NEST) {
                 L::prefetch(self.nests.wrapping_add((g * group / NEST + 1) * self.step));
             }
         }
@@ -153,11 +154,15 @@ impl<E: Encoding> Place<E> {
         unsafe {
             let at = g * self.step * LANES;
             let nest = self.nests.wrapping_add(g * group / NEST * self.step);
-            let (kept, beside) = (self.kept, E::OFFSET.kept(self.kept));
+            let kept = E::NESTED.unwrap_or(self.kept);
+            let beside = E::OFFSET.kept(kept);
             let scale = kept.load::<L>(self.scales.add(at * kept.size()));
             let offset = self.offsets.wrapping_add(at * beside.size());
-            let scale =
-                if E::NESTED { L::mul(scale, L::load_f16((&raw const (*nest)[0]).cast())) } else { scale };
+            let scale = if E::NESTED.is_some() {
+                L::mul(scale, L::load_f16((&raw const (*nest)[0]).cast()))
+            } else {
+                scale
+            };
             let offset = match E::OFFSET {
                 Offset::None => L::splat(0.0),
                 Offset::Zero => L::mul(beside.load::<L>(offset), L::splat(-1.0)),
