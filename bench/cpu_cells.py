@@ -32,7 +32,7 @@ PHASES = {
     f"decode at {LONG}": f"decode-at-{LONG}", f"prefill {LONG}": f"prompt-{LONG}",
 }
 # Tokens to decode, samples a run, rounds; of long contexts, which take minutes each.
-SHORT_PLAN = {"qwen3-4b": (16, 1, 3), "qwen3-0.6b": (48, 3, 4)}
+SHORT_PLAN = {"qwen3-4b": (64, 1, 5), "qwen3-0.6b": (128, 3, 4)}
 LONG_PLAN = {"qwen3-4b": (16, 1, 1), "qwen3-0.6b": (48, 1, 2)}
 # Formats that long contexts are measured with.
 LONG_FORMATS = {"nvfp4", "nf4"}

@@ -1,18 +1,23 @@
 //! Causal attention over the cache, one task per key/value head and block of a sequence's rows.
-use super::cache::{Head, KvCache, Positions};
+use super::cache::{Elements, KvCache};
 use super::simd;
 use super::sums::{self, QUERIES};
 use super::tensor::{CpuTensor, Disjoint};
 use crate::executor::Shape;
 use crate::places::Place;
+use half::f16;
 use q4_core::ThreadPool;
-use q4_simd::{LANES, Vectors};
+use q4_simd::{LANES, Vectors, Widen};
 use std::array;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Query rows of a task: enough to amortise a task, few enough to balance.
 const ROWS: usize = 16;
+
+/// Most bytes of a head's keys in a page with which the next page is asked for: a small part of the second
+/// level of a cache.
+const NEAR: usize = 16 << 10;
 
 /// Scores of a few (row, head) pairs per concurrent task, one line of positions each.
 pub(super) struct Scores {
@@ -116,6 +121,14 @@ impl Step<'_> {
 
     /// N queries of one key/value head from number `at` on, which counts them by rows; returns N.
     fn queries<const N: usize>(&self, lane: usize, kv: usize, at: usize) -> usize {
+        match self.cache.elements() {
+            Elements::F32(all) => self.sums::<f32, N>(all, lane, kv, at),
+            Elements::F16(all) => self.sums::<f16, N>(all, lane, kv, at),
+        }
+        N
+    }
+
+    fn sums<T: Widen, const N: usize>(&self, all: &[T], lane: usize, kv: usize, at: usize) {
         let (d, group) = (self.shape.head_dim, self.shape.heads / self.shape.kv_heads);
         let place: [_; N] = array::from_fn(|i| ((at + i) / group, kv * group + (at + i) % group));
         let sequence = self.places[place[0].0].sequence;
@@ -128,31 +141,25 @@ impl Step<'_> {
         // SAFETY: (row, head) belongs to exactly one task.
         let mut out = place.map(|(row, head)| unsafe { self.out.slice(row * self.width + head * d, d) });
         let (most, page) = (counts[N - 1], self.cache.places.page());
-        let pages = most.div_ceil(page);
-        let head = |at: usize| self.cache.head(self.layer, kv, sequence, at, page.min(most - at * page));
+        let (pages, is_near) = (most.div_ceil(page), page * d * size_of::<T>() <= NEAR);
+        let of = |at: usize| {
+            let head = (self.layer, kv);
+            self.cache.head(all, head, sequence, (at, page.min(most - at * page)))
+        };
         let (v, scale) = (self.vectors, 1.0 / (d as f32).sqrt());
         for (at, start) in (0..most).step_by(page).enumerate() {
             let lines = &mut lines.each_mut().map(|line| &mut line[start..blocks.min(start + page)]);
-            match head(at) {
-                Head::F32(Positions { keys, .. }) => sums::scores(v, q, keys, scale, lines),
-                Head::F16(Positions { keys, .. }) => sums::scores(v, q, keys, scale, lines),
-            }
+            let next = if at + 1 < pages { of(at + 1).keys } else { of(0).values };
+            sums::scores(v, q, of(at).keys, is_near.then_some(next), scale, lines);
         }
         let totals = array::from_fn(|i| softmax(v, &mut lines[i][..counts[i]]));
         for (at, start) in (0..most).step_by(page).enumerate() {
             let scales = if at + 1 == pages { totals } else { [1.0; N] };
             let end = |i: usize| counts[i].clamp(start, start + page);
             let weights = array::from_fn(|i| &lines[i][start..end(i)]);
-            match head(at) {
-                Head::F32(Positions { values, .. }) => {
-                    sums::weighted(v, weights, values, at > 0, scales, &mut out)
-                }
-                Head::F16(Positions { values, .. }) => {
-                    sums::weighted(v, weights, values, at > 0, scales, &mut out)
-                }
-            }
+            let next = (at + 1 < pages).then(|| of(at + 1).values);
+            sums::weighted(v, weights, of(at).values, next, (at > 0, scales), &mut out);
         }
-        N
     }
 }
 

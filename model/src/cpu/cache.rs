@@ -3,6 +3,7 @@ use crate::executor::{Shape, Sizes};
 use crate::places::Places;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use q4_core::pages::advise_huge;
 use q4_simd::LANES;
 use std::slice;
 
@@ -78,7 +79,14 @@ impl KvCache {
     pub fn paged(kind: KvType, shape: KvShape, (page, pages): (usize, usize), sizes: &Sizes) -> Self {
         let Sizes { sequences, context, rows, .. } = *sizes;
         let places = Places::many((page, pages), (sequences, context), rows);
-        Self::of(kind, shape, page * pages, places)
+        let cache = Self::of(kind, shape, page * pages, places);
+        // A page has all layers of its positions, megabytes that are used together.
+        let (start, bytes) = match &cache.store {
+            Store::F32(all) => (all.as_ptr().addr(), size_of_val(&all[..])),
+            Store::F16(all) => (all.as_ptr().addr(), size_of_val(&all[..])),
+        };
+        advise_huge(start, bytes);
+        cache
     }
 
     fn of(kind: KvType, shape: KvShape, positions: usize, places: Places) -> Self {
@@ -99,26 +107,27 @@ impl KvCache {
         Writer { start, cache: self, layer }
     }
 
-    /// The first `count` positions of one head in page number `at` of a sequence; of the keys, all of the
-    /// blocks they are in.
-    pub(super) fn head(
-        &self,
-        layer: usize,
-        head: usize,
-        sequence: usize,
-        at: usize,
-        count: usize,
-    ) -> Head<'_> {
-        fn of<'a, T>(all: &'a [T], keys: usize, values: usize, count: usize, d: usize) -> Positions<'a, T> {
-            let blocks = count.next_multiple_of(LANES);
-            Positions { keys: &all[keys..][..blocks * d], values: &all[values..][..count * d] }
-        }
-        let page = self.places.pages(sequence)[at];
-        let (keys, values) = (self.offset(page, layer, KEYS, head), self.offset(page, layer, VALUES, head));
+    /// All elements, by their type.
+    pub(super) fn elements(&self) -> Elements<'_> {
         match &self.store {
-            Store::F32(all) => Head::F32(of(all, keys, values, count, self.shape.head_dim)),
-            Store::F16(all) => Head::F16(of(all, keys, values, count, self.shape.head_dim)),
+            Store::F32(all) => Elements::F32(all),
+            Store::F16(all) => Elements::F16(all),
         }
+    }
+
+    /// The first `count` positions of one head in page number `at` of a sequence, of `all` elements; of the
+    /// keys, all of the blocks they are in.
+    pub(super) fn head<'a, T>(
+        &self,
+        all: &'a [T],
+        (layer, head): (usize, usize),
+        sequence: usize,
+        (at, count): (usize, usize),
+    ) -> Positions<'a, T> {
+        let (page, d) = (self.places.pages(sequence)[at], self.shape.head_dim);
+        let (keys, values) = (self.offset(page, layer, KEYS, head), self.offset(page, layer, VALUES, head));
+        let blocks = count.next_multiple_of(LANES);
+        Positions { keys: &all[keys..][..blocks * d], values: &all[values..][..count * d] }
     }
 
     fn offset(&self, page: u32, layer: usize, kv: usize, head: usize) -> usize {
@@ -203,11 +212,11 @@ impl Writer<'_> {
     }
 }
 
-/// Cached positions of one head, by element type.
+/// What a cache holds, by element type.
 #[derive(Clone, Copy)]
-pub(super) enum Head<'a> {
-    F32(Positions<'a, f32>),
-    F16(Positions<'a, f16>),
+pub(super) enum Elements<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
 }
 
 /// Cached positions of one head.

@@ -2,9 +2,15 @@
 //! widened once for all of them. In scores a lane is a position, in weighted values it is a column, so
 //! nothing is ever added across lanes.
 //!
+//! Pages of a cache lie anywhere, and no processor fetches ahead from one to the next by itself: a call asks
+//! for the lines of the page after its own as it reads them.
+//!
 //! A score adds its products by ascending `j`, a weighted value by ascending position, fused where the
 //! instruction set has that: bits depend neither on who shares a call nor on the width of a register.
 use q4_simd::{Isa, LANES, Vector, Vectors, Widen, on};
+
+/// Bytes of a line of the cache.
+const LINE: usize = 64;
 
 /// Most queries of a call.
 pub const QUERIES: usize = 8;
@@ -15,10 +21,12 @@ pub fn queries(v: Vectors) -> usize {
 }
 
 /// `out[i][p] = scale * Σ_j q[i][j] * keys[p / 16][j][p % 16]` for whole blocks of keys, `[blocks, d, 16]`.
+/// `next` is what is read after them, if it lies elsewhere.
 pub fn scores<T: Widen, const N: usize>(
     v: Vectors,
     q: [&[f32]; N],
     keys: &[T],
+    next: Option<&[T]>,
     scale: f32,
     out: &mut [&mut [f32]; N],
 ) {
@@ -26,25 +34,47 @@ pub fn scores<T: Widen, const N: usize>(
     assert!(q.iter().all(|q| q.len() == d), "queries of {d}");
     assert!(out.iter().all(|o| o.len() % LANES == 0 && o.len() * d == keys.len()), "keys of {d} in blocks");
     // SAFETY: the lines above are about the lengths.
-    on!(v, V => unsafe { all_scores::<V, T, N>(q, keys, scale, out) })
+    let ahead = ahead(keys, next);
+    on!(v, V => unsafe { all_scores::<V, T, N>(q, keys, ahead, scale, out) })
 }
 
 /// `out[i][j] = scales[i] * (s + Σ_p weights[i][p] * values[p][j])`, each over the positions it has weights
-/// for; s is `out[i][j]` where `goes_on`, else 0. A sum over positions that lie in several places goes on
-/// with scales of 1 until the last, and has the bits it would have had in one.
+/// for; s is `out[i][j]` of a sum that goes on (`sums.0`), else 0, and scales are `sums.1`. A sum over positions
+/// that lie in several places goes on with scales of 1 until the last, and has the bits it would have had in
+/// one. `next` is as in [`scores`].
 pub fn weighted<T: Widen, const N: usize>(
     v: Vectors,
     weights: [&[f32]; N],
     values: &[T],
-    goes_on: bool,
-    scales: [f32; N],
+    next: Option<&[T]>,
+    sums: (bool, [f32; N]),
     out: &mut [&mut [f32]; N],
 ) {
     let d = out[0].len();
     assert!(out.iter().all(|o| o.len() == d), "sums of {d}");
     assert!(weights.iter().all(|w| values.len() >= d * w.len()), "values of {d} in {}", values.len());
     // SAFETY: as above.
-    on!(v, V => unsafe { all_columns::<V, T, N>(weights, values, goes_on, scales, out) })
+    let ahead = ahead(values, next);
+    on!(v, V => unsafe { all_columns::<V, T, N>(weights, values, ahead, sums, out) })
+}
+
+/// Bytes from what is read to what is asked for meanwhile; none to ask for nothing.
+fn ahead<T>(read: &[T], next: Option<&[T]>) -> Option<isize> {
+    next.map(|next| next.as_ptr().addr().wrapping_sub(read.as_ptr().addr()).cast_signed())
+}
+
+/// Asks for the line `ahead` of element number `at` from `p` on, where a line begins there.
+///
+/// # Safety
+/// The processor has the set of `V`.
+#[inline(always)]
+unsafe fn fetch<V: Vector, T>(p: *const T, ahead: Option<isize>, at: usize) {
+    if let Some(ahead) = ahead
+        && at.is_multiple_of(LINE / size_of::<T>())
+    {
+        // SAFETY: a hint, of any address.
+        unsafe { V::prefetch_far(p.wrapping_byte_offset(ahead)) };
+    }
 }
 
 /// # Safety
@@ -53,6 +83,7 @@ pub fn weighted<T: Widen, const N: usize>(
 unsafe fn all_scores<V: Vector, T: Widen, const N: usize>(
     q: [&[f32]; N],
     keys: &[T],
+    ahead: Option<isize>,
     scale: f32,
     out: &mut [&mut [f32]; N],
 ) {
@@ -65,10 +96,10 @@ unsafe fn all_scores<V: Vector, T: Widen, const N: usize>(
             let keys = keys.as_ptr().add(b * d * LANES);
             let out = out.each_mut().map(|o| o.as_mut_ptr().add(b * LANES));
             match (V::SUMS / N, blocks - b) {
-                (8.., 8..) => some_scores::<V, T, N, 8>(q, d, keys, scale, out),
-                (4.., 4..) => some_scores::<V, T, N, 4>(q, d, keys, scale, out),
-                (2.., 2..) => some_scores::<V, T, N, 2>(q, d, keys, scale, out),
-                _ => some_scores::<V, T, N, 1>(q, d, keys, scale, out),
+                (8.., 8..) => some_scores::<V, T, N, 8>((q, d), keys, ahead, scale, out),
+                (4.., 4..) => some_scores::<V, T, N, 4>((q, d), keys, ahead, scale, out),
+                (2.., 2..) => some_scores::<V, T, N, 2>((q, d), keys, ahead, scale, out),
+                _ => some_scores::<V, T, N, 1>((q, d), keys, ahead, scale, out),
             }
         };
     }
@@ -77,9 +108,9 @@ unsafe fn all_scores<V: Vector, T: Widen, const N: usize>(
 /// `B` blocks of keys; returns `B`.
 #[inline(always)]
 unsafe fn some_scores<V: Vector, T: Widen, const N: usize, const B: usize>(
-    q: [*const f32; N],
-    d: usize,
+    (q, d): ([*const f32; N], usize),
     keys: *const T,
+    ahead: Option<isize>,
     scale: f32,
     out: [*mut f32; N],
 ) -> usize {
@@ -89,7 +120,9 @@ unsafe fn some_scores<V: Vector, T: Widen, const N: usize, const B: usize>(
         for j in 0..d {
             let mut key = [V::splat(0.0); B];
             for (b, key) in key.iter_mut().enumerate() {
-                *key = T::load::<V>(keys.add((b * d + j) * LANES));
+                let at = (b * d + j) * LANES;
+                fetch::<V, T>(keys.add(at), ahead, at);
+                *key = T::load::<V>(keys.add(at));
             }
             for i in 0..N {
                 let x = V::splat(*q[i].add(j));
@@ -113,8 +146,8 @@ unsafe fn some_scores<V: Vector, T: Widen, const N: usize, const B: usize>(
 unsafe fn all_columns<V: Vector, T: Widen, const N: usize>(
     weights: [&[f32]; N],
     values: &[T],
-    goes_on: bool,
-    scales: [f32; N],
+    ahead: Option<isize>,
+    sums: (bool, [f32; N]),
     out: &mut [&mut [f32]; N],
 ) {
     let d = out[0].len();
@@ -124,19 +157,14 @@ unsafe fn all_columns<V: Vector, T: Widen, const N: usize>(
         column += LANES
             * unsafe {
                 match (V::SUMS / N, (d - column) / LANES) {
-                    (8.., 8..) => {
-                        some_columns::<V, T, N, 8>(weights, values, d, column, goes_on, scales, out)
-                    }
-                    (4.., 4..) => {
-                        some_columns::<V, T, N, 4>(weights, values, d, column, goes_on, scales, out)
-                    }
-                    (2.., 2..) => {
-                        some_columns::<V, T, N, 2>(weights, values, d, column, goes_on, scales, out)
-                    }
-                    _ => some_columns::<V, T, N, 1>(weights, values, d, column, goes_on, scales, out),
+                    (8.., 8..) => some_columns::<V, T, N, 8>(weights, (values, d, column), ahead, sums, out),
+                    (4.., 4..) => some_columns::<V, T, N, 4>(weights, (values, d, column), ahead, sums, out),
+                    (2.., 2..) => some_columns::<V, T, N, 2>(weights, (values, d, column), ahead, sums, out),
+                    _ => some_columns::<V, T, N, 1>(weights, (values, d, column), ahead, sums, out),
                 }
             };
     }
+    let (goes_on, scales) = sums;
     for ((weights, scale), out) in weights.into_iter().zip(scales).zip(out) {
         for j in column..d {
             let start = if goes_on { out[j] } else { 0.0 };
@@ -151,11 +179,9 @@ unsafe fn all_columns<V: Vector, T: Widen, const N: usize>(
 #[inline(always)]
 unsafe fn some_columns<V: Vector, T: Widen, const N: usize, const C: usize>(
     weights: [&[f32]; N],
-    values: &[T],
-    d: usize,
-    column: usize,
-    goes_on: bool,
-    scales: [f32; N],
+    (values, d, column): (&[T], usize, usize),
+    ahead: Option<isize>,
+    (goes_on, scales): (bool, [f32; N]),
     out: &mut [&mut [f32]; N],
 ) -> usize {
     let shared = weights.iter().map(|w| w.len()).min().unwrap_or(0);
@@ -173,7 +199,9 @@ unsafe fn some_columns<V: Vector, T: Widen, const N: usize, const C: usize>(
         for p in 0..shared {
             let mut value = [V::splat(0.0); C];
             for (c, value) in value.iter_mut().enumerate() {
-                *value = T::load::<V>(values.add(p * d + c * LANES));
+                let at = p * d + c * LANES;
+                fetch::<V, T>(values.add(at), ahead, c * LANES);
+                *value = T::load::<V>(values.add(at));
             }
             for i in 0..N {
                 let w = V::splat(*weights[i].get_unchecked(p));
@@ -225,16 +253,23 @@ mod tests {
         let factors: [f32; N] = std::array::from_fn(|i| 0.5 + i as f32);
         let mut lines: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; blocks * LANES]);
         let mut sums: [Vec<f32>; N] = std::array::from_fn(|_| vec![0.0; d]);
-        scores(v, q.each_ref().map(|q| &q[..]), &rows, 0.5, &mut lines.each_mut().map(|l| &mut l[..]));
+        scores(
+            v,
+            q.each_ref().map(|q| &q[..]),
+            &rows,
+            Some(&rows),
+            0.5,
+            &mut lines.each_mut().map(|l| &mut l[..]),
+        );
         let outs = &mut sums.each_mut().map(|s| &mut s[..]);
-        weighted(v, weights.each_ref().map(|w| &w[..]), &rows, false, factors, outs);
+        weighted(v, weights.each_ref().map(|w| &w[..]), &rows, None, (false, factors), outs);
         // In two places, the first of which ends anywhere.
         let cut = counts[N - 1] / 3;
         let mut parts: [Vec<f32>; N] = std::array::from_fn(|_| vec![f32::NAN; d]);
         let halves = weights.each_ref().map(|w| w.split_at(cut.min(w.len())));
         let outs = &mut parts.each_mut().map(|s| &mut s[..]);
-        weighted(v, halves.map(|h| h.0), &rows, false, [1.0; N], outs);
-        weighted(v, halves.map(|h| h.1), &rows[cut * d..], true, factors, outs);
+        weighted(v, halves.map(|h| h.0), &rows, Some(&rows[cut * d..]), (false, [1.0; N]), outs);
+        weighted(v, halves.map(|h| h.1), &rows[cut * d..], None, (true, factors), outs);
         assert_eq!(parts, sums, "{:?}: {counts:?} in two places, d = {d}", v.isa());
         let (isa, fused) = (v.isa(), v.isa() != Isa::Portable);
         let add = |fused: bool, a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };

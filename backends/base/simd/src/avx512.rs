@@ -112,6 +112,10 @@ impl Vector for Avx512 {
     unsafe fn prefetch<T>(p: *const T) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
+    #[inline(always)]
+    unsafe fn prefetch_far<T>(p: *const T) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
 }
 
 /// Byte `j` of every word where the highest is.

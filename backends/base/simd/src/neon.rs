@@ -121,6 +121,10 @@ impl Vector for Neon {
     unsafe fn prefetch<T>(p: *const T) {
         unsafe { asm!("prfm pldl1keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags)) }
     }
+    #[inline(always)]
+    unsafe fn prefetch_far<T>(p: *const T) {
+        unsafe { asm!("prfm pldl2keep, [{}]", in(reg) p, options(readonly, nostack, preserves_flags)) }
+    }
 }
 
 /// Byte `j` of every word where the highest is.

@@ -117,4 +117,6 @@ impl Vector for Portable {
     }
     #[inline(always)]
     unsafe fn prefetch<T>(_: *const T) {}
+    #[inline(always)]
+    unsafe fn prefetch_far<T>(_: *const T) {}
 }

@@ -98,8 +98,12 @@ macro_rules! kernels {
 
             #[target_feature(enable = $features)]
             unsafe fn panel_rows<const C: usize>(tiles: *const ByteTile, x: ByteRows, acc: *mut Acc) {
-                for r in (0..x.rows).step_by(PANEL) {
-                    // SAFETY: same contract; PANEL rows from r on or the last ones exist.
+                let mut r = 0;
+                while r < x.rows {
+                    // A few rows alone load much for what they multiply: the last two calls share the rest.
+                    let left = x.rows - r;
+                    let some = if left > PANEL && left < 2 * PANEL { left.div_ceil(2) } else { left.min(PANEL) };
+                    // SAFETY: same contract; so many rows from r on exist.
                     unsafe {
                         // The same rows in the next tile of k lie in another page, where nothing fetches
                         // ahead by itself.
@@ -108,7 +112,7 @@ macro_rules! kernels {
                             _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(64 * line).cast());
                         }
                         let (rows, acc) = (x.blocks.add(r), acc.add(r));
-                        match x.rows - r {
+                        match some {
                             1 => panel_shape::<1, C>(tiles, rows, acc),
                             2 => panel_shape::<2, C>(tiles, rows, acc),
                             3 => panel_shape::<3, C>(tiles, rows, acc),
@@ -117,6 +121,7 @@ macro_rules! kernels {
                             _ => panel_shape::<PANEL, C>(tiles, rows, acc),
                         }
                     }
+                    r += some;
                 }
             }
 
