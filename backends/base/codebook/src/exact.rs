@@ -249,16 +249,18 @@ impl<E: Encoding> Product<'_, E> {
 unsafe fn dot<D: Dot, E: Encoding>(bytes: [Words<D>; 4], x: &Block, i: usize) -> <D::On as Vector>::F {
     // SAFETY: the caller's.
     unsafe {
-        match bits::<E>() {
-            NARROW => sixteen::<D, NARROW>(bytes, x, i),
-            MIDDLE => sixteen::<D, MIDDLE>(bytes, x, i),
-            _ => sixteen::<D, WIDE>(bytes, x, i),
+        match (bits::<E>(), E::OFFSET != Offset::None) {
+            (NARROW, false) => sixteen::<D, NARROW, false>(bytes, x, i),
+            (NARROW, true) => sixteen::<D, NARROW, true>(bytes, x, i),
+            (MIDDLE, false) => sixteen::<D, MIDDLE, false>(bytes, x, i),
+            (MIDDLE, true) => sixteen::<D, MIDDLE, true>(bytes, x, i),
+            _ => sixteen::<D, WIDE, false>(bytes, x, i),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn sixteen<D: Dot, const BITS: u32>(
+unsafe fn sixteen<D: Dot, const BITS: u32, const OFFSET: bool>(
     bytes: [Words<D>; 4],
     x: &Block,
     i: usize,
@@ -266,7 +268,8 @@ unsafe fn sixteen<D: Dot, const BITS: u32>(
     // SAFETY: the caller's; a block has 16 bytes for each scale.
     unsafe {
         let four = x.q.as_ptr().add(BLOCK * i).cast::<i32>();
-        let mut sums = D::start::<BITS>(x.start[i]);
+        // Codes with an offset count from zero, and nothing is too much.
+        let mut sums = D::start::<BITS>(if OFFSET { 0 } else { x.start[i] });
         for j in 0..4 {
             sums = D::dot::<BITS>(sums, bytes[j], four.add(j).read());
         }
@@ -276,7 +279,7 @@ unsafe fn sixteen<D: Dot, const BITS: u32>(
 
 /// Whether codes may be looked up in a table: others are what they are.
 const fn has_table<E: Encoding>() -> bool {
-    E::HIGH == 0 && E::BYTES.is_none()
+    matches!((E::HIGH, E::BYTES, E::OFFSET), (0, None, Offset::None))
 }
 
 /// Takes words of codes apart.
@@ -414,8 +417,10 @@ unsafe fn shape<D: Dot, const BITS: u32, const OFFSET: bool, const R: usize, con
             let end = i + sixteens;
             while i < end {
                 let mut dot = [[D::start::<BITS>(0); C]; R];
-                for r in 0..R {
-                    dot[r] = [D::start::<BITS>(*(*x.add(r)).start.get_unchecked(i)); C];
+                if !OFFSET {
+                    for r in 0..R {
+                        dot[r] = [D::start::<BITS>(*(*x.add(r)).start.get_unchecked(i)); C];
+                    }
                 }
                 for j in 4 * i..4 * i + 4 {
                     let mut bytes = [D::On::words(tiles.get_unchecked(0).bytes.as_ptr().add(j).cast()); C];

@@ -1,5 +1,5 @@
 //! Codes that are integers beside int8 activations: what they are, and how rows of x come to the dots.
-use crate::encoding::{Bytes, Encoding, Values};
+use crate::encoding::{Bytes, Encoding, Offset, Values};
 use crate::layout::CODES;
 use q4_core::formats::int8::{self, BLOCK};
 use q4_core::isa::Isa;
@@ -66,6 +66,10 @@ impl Integers {
         // What is taken off codes of more than four bits is in the upper part of each.
         let zero = -(values.low[0] + values.high[0][0]);
         let counts = |unit: f32| (0..16).all(|code| values.low[code] == values.low[0] + unit * code as f32);
+        // With an offset, whatever codes count from is in it, and dots start at nothing.
+        if E::OFFSET != Offset::None {
+            return (counts(1.0) && zero == 0.0).then_some(plain(0));
+        }
         if counts(1.0) && zero.fract() == 0.0 {
             return Some(plain(zero as i32));
         }
