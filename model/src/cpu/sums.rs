@@ -33,8 +33,8 @@ pub fn scores<T: Widen, const N: usize>(
     let d = q[0].len();
     assert!(q.iter().all(|q| q.len() == d), "queries of {d}");
     assert!(out.iter().all(|o| o.len() % LANES == 0 && o.len() * d == keys.len()), "keys of {d} in blocks");
-    // SAFETY: the lines above are about the lengths.
     let ahead = ahead(keys, next);
+    // SAFETY: the lines above are about the lengths.
     on!(v, V => unsafe { all_scores::<V, T, N>(q, keys, ahead, scale, out) })
 }
 
@@ -53,8 +53,8 @@ pub fn weighted<T: Widen, const N: usize>(
     let d = out[0].len();
     assert!(out.iter().all(|o| o.len() == d), "sums of {d}");
     assert!(weights.iter().all(|w| values.len() >= d * w.len()), "values of {d} in {}", values.len());
-    // SAFETY: as above.
     let ahead = ahead(values, next);
+    // SAFETY: as above.
     on!(v, V => unsafe { all_columns::<V, T, N>(weights, values, ahead, sums, out) })
 }
 
