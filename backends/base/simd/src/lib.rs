@@ -96,7 +96,7 @@ pub trait Vector {
 
     /// Asks for the line at `p`, which may lie past the allocation.
     unsafe fn prefetch<T>(p: *const T);
-    /// The same, no nearer than the second level of the cache: the first has few lines on their way at a time.
+    /// The same, no nearer than the second level of the cache: the first has few lines on their way at once.
     unsafe fn prefetch_far<T>(p: *const T);
 }
 
