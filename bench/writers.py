@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 import numpy as np
-from rows import ROOT, ROWS, row, run, take, write
+from rows import ROOT, row, run, take, write
 from safetensors.numpy import load_file
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -343,9 +343,6 @@ def main():
     take(args.decoders)
     for cells in CELLS:
         take(cells, r"-(Q4_0\.gguf|Q4_K\.gguf|int4)-")
-    # How much of it is promised is said where cells are measured.
-    for cell in (r for r in ROWS if r["name"].endswith("-of-floor")):
-        cell["need"] = "said"
     take(PROOF, r"^(mutants(-caught|-missed)?|false-alarm.*|suite-all-seconds)$")
     versions = {}
     for name in ["formats", "llama.cpp", "modelopt", "llm-compressor", "mlx"]:

@@ -169,7 +169,7 @@ struct Quad<'a> {
 /// [`Code::OutOfMemory`](q4_core::Code::OutOfMemory).
 ///
 /// # Panics
-/// If a segment is shorter than its rows.
+/// If a segment is shorter than its rows, or nested scales are kept in something else than `E` says.
 pub(crate) fn pack<E: Encoding>(
     (backend, path): (&'static str, ExecPath),
     segments: &[&dyn Stored],
@@ -178,7 +178,7 @@ pub(crate) fn pack<E: Encoding>(
     vectors: Vectors,
     threads: &ThreadPool,
 ) -> Result<Packed<E>> {
-    debug_assert!(E::NESTED.is_none_or(|of| of == kept), "kernels take nested scales as {:?}", E::NESTED);
+    assert!(E::NESTED.is_none_or(|of| of == kept), "kernels take nested scales as {:?}", E::NESTED);
     let (n, k) = (segments.iter().map(|s| s.rows()).sum::<usize>(), spec.k);
     let group = scale_group(k, block);
     let blocks = n.div_ceil(LANES);
