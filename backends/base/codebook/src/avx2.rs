@@ -3,11 +3,11 @@
 use crate::encoding::{Encoding, Offset, share};
 use crate::layout::{CODES, LANES};
 use crate::shape::{Codes, Group};
-use crate::simd::{self, Lanes, MOST_ROWS, Tables};
+use crate::simd::{self, Lanes, MOST_ROWS, Span, Tables};
 use q4_simd::planes::{self, Planes, SHORT, WHOLE, lifted, upper_codes};
 use q4_simd::{Avx2, Vector};
 use std::arch::x86_64::*;
-use std::{array, hint};
+use std::{hint, ops::Range};
 
 /// Sixteen lanes.
 type F = <Avx2 as Vector>::F;
@@ -46,33 +46,35 @@ impl Lanes for Avx2 {
         }
     }
 
+    /// One block after the other: the registers hold no more than one, and what is in memory between two of
+    /// them is only the totals.
     #[inline(always)]
     unsafe fn chain<E: Encoding, const B: usize, const M: usize>(
         tables: &Tables<Self>,
-        groups: &[Group<Self>; B],
-        codes: &[Codes; B],
-        count: usize,
+        span: &Span<E>,
         x: [*const f32; M],
-        word: usize,
-    ) -> [[[F; 2]; B]; M] {
+        totals: &mut [[F; B]; M],
+    ) {
         // SAFETY: the trait's contract.
         unsafe {
-            let mut out = [[[Self::splat(0.0); 2]; B]; M];
+            let kind = Kind::of::<E>(tables);
+            if matches!(kind, Kind::Bytes) {
+                return simd::chain::<Self, E, B, M>(tables, span, x, totals);
+            }
             for b in 0..B {
-                let (group, codes) = (&groups[b], &codes[b]);
-                let sums = match needed::<E>(tables) {
-                    Some(SHORT) => block::<E, SHORT, M>(tables, group, codes, count, x, word),
-                    Some(_) => block::<E, WHOLE, M>(tables, group, codes, count, x, word),
-                    None => {
-                        let (group, codes) = (array::from_ref(group), array::from_ref(codes));
-                        simd::chain::<Self, E, 1, M>(tables, group, codes, count, x, word).map(|[sums]| sums)
-                    }
+                let place = span.place.beside(b);
+                let group = place.group(span.group, span.len);
+                let (codes, words) = (&place.codes, span.words.clone());
+                let sums = match kind {
+                    Kind::Whole(least) => whole::<E, M>(least, &group, codes, words, x),
+                    Kind::Short => block::<E, SHORT, M>(tables, &group, codes, words, x),
+                    _ => block::<E, WHOLE, M>(tables, &group, codes, words, x),
                 };
+                let scale = group.outer::<E>();
                 for r in 0..M {
-                    out[r][b] = sums[r];
+                    totals[r][b] = Self::fma(scale, Self::add(sums[r][0], sums[r][1]), totals[r][b]);
                 }
             }
-            out
         }
     }
 
@@ -86,10 +88,20 @@ impl Lanes for Avx2 {
     ) {
         // SAFETY: the trait's contract.
         unsafe {
-            match needed::<E>(tables) {
-                Some(SHORT) => unpack::<E, SHORT>(tables, group, codes, word, out),
-                Some(_) => unpack::<E, WHOLE>(tables, group, codes, word, out),
-                None => simd::unpack::<Self, E>(tables, group, codes, word, out),
+            match Kind::of::<E>(tables) {
+                Kind::Whole(least) => {
+                    let numbers = Numbers::of::<E>(least, group);
+                    let mut word = codes.words::<Self, E>(word)[0];
+                    for half in 0..2 {
+                        for j in 0..PLACES {
+                            Self::store(numbers.value::<E>(word, j), out.add((PLACES * half + j) * LANES));
+                        }
+                        word = upper(word);
+                    }
+                }
+                Kind::Short => unpack::<E, SHORT>(tables, group, codes, word, out),
+                Kind::Long => unpack::<E, WHOLE>(tables, group, codes, word, out),
+                Kind::Bytes => simd::unpack::<Self, E>(tables, group, codes, word, out),
             }
         }
     }
@@ -129,40 +141,150 @@ impl Lanes for Avx2 {
     }
 }
 
-/// How many bytes of a value have to be looked up, if any: codes with upper bits are numbers. None where codes
-/// are bytes.
-#[inline(always)]
-fn needed<E: Encoding>(tables: &Tables<Avx2>) -> Option<usize> {
-    if E::BYTES.is_some() {
-        return None;
-    }
-    Some(if tables.low.is_short || E::HIGH > 0 { SHORT } else { WHOLE })
+/// How values are made of codes.
+enum Kind {
+    /// Four bits that are a whole number less this: by conversion.
+    Whole(f32),
+    /// By looking up the upper two bytes of a value; codes with upper bits are such numbers.
+    Short,
+    /// By looking up all four.
+    Long,
+    /// Codes are bytes.
+    Bytes,
 }
 
-/// The two sums of a chain of one block.
+impl Kind {
+    #[inline(always)]
+    fn of<E: Encoding>(tables: &Tables<Avx2>) -> Self {
+        match tables.low.least {
+            _ if E::BYTES.is_some() => Self::Bytes,
+            _ if E::HIGH > 0 => Self::Short,
+            // A minimum is taken off with the rounding of the product, and so must be the least value; scales
+            // under a bias may be so small that a sixteenth is none.
+            Some(least) if E::OFFSET != Offset::Bias && (E::OFFSET != Offset::Minimum || least == 0.0) => {
+                Self::Whole(least)
+            }
+            _ if tables.low.is_short => Self::Short,
+            _ => Self::Long,
+        }
+    }
+}
+
+/// Codes of half a word.
+const PLACES: usize = 4;
+
+/// Numbers of four bits of one half of a word, which are converted where they are: `16^j` times what they
+/// are. A multiply-add brings them to their size, and adds what there is to add, with one rounding, of exact
+/// products.
+struct Numbers {
+    masks: [__m256i; PLACES],
+    factors: [F; PLACES],
+    offset: F,
+}
+
+impl Numbers {
+    #[inline(always)]
+    unsafe fn of<E: Encoding>(least: f32, group: &Group<Avx2>) -> Self {
+        // SAFETY: the trait's contract.
+        unsafe {
+            let mut masks = [_mm256_setzero_si256(); PLACES];
+            let mut factors = [Avx2::splat(1.0); PLACES];
+            for j in 0..PLACES {
+                masks[j] = _mm256_set1_epi32(15 << (4 * j));
+                let part = Avx2::splat(1.0 / (1 << (4 * j)) as f32);
+                factors[j] = if E::OFFSET == Offset::Minimum { Avx2::mul(group.scale, part) } else { part };
+            }
+            let offset = match E::OFFSET {
+                Offset::None => Avx2::splat(least),
+                Offset::Zero => Avx2::add(group.offset, Avx2::splat(least)),
+                Offset::Minimum | Offset::Bias => group.offset,
+            };
+            Self { masks, factors, offset }
+        }
+    }
+
+    /// The `j`th of the lower half of every word: scaled where each has its minimum.
+    #[inline(always)]
+    unsafe fn value<E: Encoding>(&self, words: [__m256i; 2], j: usize) -> F {
+        // SAFETY: the trait's contract.
+        unsafe {
+            let number = |side: usize| _mm256_cvtepi32_ps(_mm256_and_si256(words[side], self.masks[j]));
+            Avx2::fma([number(0), number(1)], self.factors[j], self.offset)
+        }
+    }
+}
+
+/// The upper halves of words.
+#[inline(always)]
+unsafe fn upper(words: [__m256i; 2]) -> [__m256i; 2] {
+    // SAFETY: the trait's contract.
+    unsafe { [_mm256_srli_epi32::<16>(words[0]), _mm256_srli_epi32::<16>(words[1])] }
+}
+
+/// The two sums of a chain of one block, of whole numbers.
+#[inline(always)]
+unsafe fn whole<E: Encoding, const M: usize>(
+    least: f32,
+    group: &Group<Avx2>,
+    codes: &Codes,
+    words: Range<usize>,
+    x: [*const f32; M],
+) -> [[F; 2]; M] {
+    // SAFETY: the trait's contract.
+    unsafe {
+        let numbers = Numbers::of::<E>(least, group);
+        let mut sums = [[Avx2::splat(0.0); 2]; M];
+        // Of more rows the sums over even k, then those over odd k.
+        let passes = if M > TOGETHER { 2 } else { 1 };
+        for pass in 0..passes {
+            for i in words.clone() {
+                codes.fetch::<Avx2, E>(i);
+                let mut word = codes.words::<Avx2, E>(i)[0];
+                for half in 0..2 {
+                    for j in (pass..PLACES).step_by(passes) {
+                        let value = numbers.value::<E>(word, j);
+                        for r in 0..M {
+                            let x = Avx2::splat(*x[r].add(i * CODES + PLACES * half + j));
+                            sums[r][j & 1] = Avx2::fma(value, x, sums[r][j & 1]);
+                        }
+                    }
+                    word = upper(word);
+                }
+            }
+        }
+        sums
+    }
+}
+
+/// The two sums of a chain of one block, of values that are looked up.
 #[inline(always)]
 unsafe fn block<E: Encoding, const B: usize, const M: usize>(
     tables: &Tables<Avx2>,
     group: &Group<Avx2>,
     codes: &Codes,
-    count: usize,
+    words: Range<usize>,
     x: [*const f32; M],
-    word: usize,
 ) -> [[F; 2]; M] {
     // SAFETY: the trait's contract; a chain has whole words of upper bits.
     unsafe {
         let (mut even, mut odd) = ([Avx2::splat(0.0); M], [Avx2::splat(0.0); M]);
-        for i in word..word + count {
-            codes.fetch::<Avx2, E>(i);
-            let parts = Parts::<B>::of::<E>(tables, codes, i);
-            add::<E, B, M, 0>(&parts, group, x, i, &mut even);
-            if M <= TOGETHER {
-                add::<E, B, M, 1>(&parts, group, x, i, &mut odd);
+        for first in words.clone().step_by(share::<E>()) {
+            for sharing in 0..share::<E>() {
+                let i = first + sharing;
+                codes.fetch::<Avx2, E>(i);
+                let parts = Parts::<B>::of::<E>(tables, codes, i, sharing);
+                add::<E, B, M, 0>(&parts, group, x, i, &mut even);
+                if M <= TOGETHER {
+                    add::<E, B, M, 1>(&parts, group, x, i, &mut odd);
+                }
             }
         }
         if M > TOGETHER {
-            for i in word..word + count {
-                add::<E, B, M, 1>(&Parts::of::<E>(tables, codes, i), group, x, i, &mut odd);
+            for first in words.step_by(share::<E>()) {
+                for sharing in 0..share::<E>() {
+                    let i = first + sharing;
+                    add::<E, B, M, 1>(&Parts::of::<E>(tables, codes, i, sharing), group, x, i, &mut odd);
+                }
             }
         }
         let mut out = [[Avx2::splat(0.0); 2]; M];
@@ -204,7 +326,7 @@ unsafe fn unpack<E: Encoding, const B: usize>(
 ) {
     // SAFETY: the trait's contract.
     unsafe {
-        let parts = Parts::<B>::of::<E>(tables, codes, word);
+        let parts = Parts::<B>::of::<E>(tables, codes, word, word % share::<E>());
         for (odd, values) in [parts.four::<E, 0>(group), parts.four::<E, 1>(group)].into_iter().enumerate() {
             for n in 0..CODES / 2 {
                 Avx2::store([values[0][n], values[1][n]], out.add((2 * n + odd) * LANES));
@@ -213,8 +335,9 @@ unsafe fn unpack<E: Encoding, const B: usize>(
     }
 }
 
-/// A word of each lane, by bytes, and what its codes are worth; that of upper bits likewise.
+/// A word of each lane, and what its codes are worth; that of upper bits likewise.
 struct Parts<const B: usize> {
+    /// By bytes, where codes are looked up.
     low: [__m256i; 2],
     high: [__m256i; 2],
     values: Planes<B>,
@@ -226,17 +349,19 @@ struct Parts<const B: usize> {
 
 impl<const B: usize> Parts<B> {
     #[inline(always)]
-    unsafe fn of<E: Encoding>(tables: &Tables<Avx2>, codes: &Codes, word: usize) -> Self {
+    unsafe fn of<E: Encoding>(tables: &Tables<Avx2>, codes: &Codes, word: usize, sharing: usize) -> Self {
         // SAFETY: the trait's contract.
         unsafe {
-            let [low, high] = codes.words::<Avx2, E>(word);
-            let by_byte = |w: [__m256i; 2]| [planes::by_byte::<B>(w[0]), planes::by_byte::<B>(w[1])];
+            let [mut low, high] = codes.words::<Avx2, E>(word);
+            if E::HIGH == 0 {
+                low = [planes::by_byte::<B>(low[0]), planes::by_byte::<B>(low[1])];
+            }
             Self {
-                low: by_byte(low),
-                high: by_byte(high),
+                low,
+                high,
                 values: Planes::load(tables.low.upper()),
                 least: _mm256_broadcastss_ps(_mm256_castps256_ps128(tables.low.halves[0])),
-                at: (word % share::<E>() * E::HIGH) as i32,
+                at: (sharing * E::HIGH) as i32,
             }
         }
     }

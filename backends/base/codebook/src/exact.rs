@@ -99,7 +99,8 @@ impl<E: Encoding> Product<'_, E> {
         // SAFETY: every index is below the length the layout has for n and k; x has k columns.
         unsafe {
             let decoder = Decoder::<D>::of(self.integers);
-            let places: [Place<E>; B] = std::array::from_fn(|b| shape.place(w, b0 + b));
+            let first = shape.place(w, b0);
+            let places: [Place<E>; B] = std::array::from_fn(|b| first.beside(b));
             let mut total = [[D::On::splat(0.0); B]; M];
             // Counted: a division takes as long as the chain that it would be for.
             let (mut at, mut group, mut within) = (0, 0, 0);
@@ -124,8 +125,8 @@ impl<E: Encoding> Product<'_, E> {
                     }
                     at += 1;
                 }
+                first.fetch::<D::On>(group, w.group, B);
                 for b in 0..B {
-                    places[b].fetch::<D::On>(group, w.group);
                     let [scale, offset] = self.group::<D, T>(&places[b], group);
                     for r in 0..M {
                         total[r][b] = D::On::fma(scale, sums[r][b], total[r][b]);
@@ -235,7 +236,7 @@ impl<E: Encoding> Product<'_, E> {
             let chains = sixteens / shape.sixteens_per_chain();
             for chain in 0..chains {
                 let at = (t * TILE / CODES / shape.words_per_chain + chain) / shape.chains_per_group;
-                place.fetch::<D::On>(at, self.w.group);
+                place.fetch::<D::On>(at, self.w.group, 1);
                 let [scale, offset] = self.group::<D, T>(&place, at);
                 D::On::store(scale, to.scales[chain].0.as_mut_ptr());
                 D::On::store(offset, to.offsets[chain].0.as_mut_ptr());

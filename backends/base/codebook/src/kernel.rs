@@ -5,8 +5,8 @@ use crate::{
     layout::{CODES, LANES},
     many::gemm,
     prepare::Packed,
-    shape::{Codes, Group, Place, Shape},
-    simd::{Lanes, Tables},
+    shape::{Group, Shape},
+    simd::{Lanes, Span, Tables},
 };
 use q4_core::rows::{Rows, RowsMut};
 use q4_simd::on;
@@ -101,34 +101,24 @@ unsafe fn stream<L: Lanes, E: Encoding, const B: usize, const M: usize>(
     let shape = Shape::of(w);
     // SAFETY: every index is below the length the layout has for n and k; x has k columns.
     unsafe {
-        let places: [Place<E>; B] = std::array::from_fn(|b| shape.place(w, b0 + b));
-        let codes: [Codes; B] = std::array::from_fn(|b| places[b].codes);
+        let place = shape.place(w, b0);
         let x: [*const f32; M] = std::array::from_fn(|r| x.row(r).as_ptr());
-        let mut total = [[L::splat(0.0); B]; M];
-        let mut word = 0;
+        let mut totals = [[L::splat(0.0); B]; M];
+        // Counted: a division takes as long as the chain that it would be for.
+        let (mut group, mut within) = (0, 0);
         for chain in 0..shape.chains {
-            let at = chain / shape.chains_per_group;
-            for place in &places {
-                place.fetch::<L>(at, w.group);
-            }
-            // Not by a closure: those of the standard library's functions are compiled without the set.
-            let mut groups = [Group { scale: L::splat(0.0), offset: L::splat(0.0) }; B];
-            for b in 0..B {
-                groups[b] = places[b].group(at, w.group);
-            }
-            let acc = L::chain::<E, B, M>(tables, &groups, &codes, shape.words_per_chain, x, word);
-            word += shape.words_per_chain;
-            for b in 0..B {
-                let scale = groups[b].outer::<E>();
-                for r in 0..M {
-                    total[r][b] = L::fma(scale, L::add(acc[r][b][0], acc[r][b][1]), total[r][b]);
-                }
+            place.fetch::<L>(group, w.group, B);
+            let words = chain * shape.words_per_chain..(chain + 1) * shape.words_per_chain;
+            L::chain::<E, B, M>(tables, &Span { place, group, len: w.group, words }, x, &mut totals);
+            within += 1;
+            if within == shape.chains_per_group {
+                (group, within) = (group + 1, 0);
             }
         }
         for r in 0..M {
             for b in 0..B {
                 let mut lanes = [0.0; LANES];
-                L::store(total[r][b], lanes.as_mut_ptr());
+                L::store(totals[r][b], lanes.as_mut_ptr());
                 shape.put(y, r, b0 + b, &lanes);
             }
         }

@@ -145,7 +145,7 @@ impl<L: Lanes> Chain<L> {
         unsafe {
             let place = shape.place(w, block);
             let at = chain / shape.chains_per_group;
-            place.fetch::<L>(at, w.group);
+            place.fetch::<L>(at, w.group, 1);
             let group = place.group(at, w.group);
             let first = chain * shape.words_per_chain;
             for i in 0..shape.words_per_chain {

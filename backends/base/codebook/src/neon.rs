@@ -3,7 +3,7 @@
 use crate::encoding::{Encoding, Offset, is_wide};
 use crate::layout::{CODES, LANES};
 use crate::shape::{Codes, Group};
-use crate::simd::{self, Lanes, Tables};
+use crate::simd::{self, Lanes, Span, Tables};
 use q4_simd::{Neon, Vector};
 use std::arch::aarch64::*;
 
@@ -16,28 +16,27 @@ impl Lanes for Neon {
     #[inline(always)]
     unsafe fn chain<E: Encoding, const B: usize, const M: usize>(
         tables: &Tables<Self>,
-        groups: &[Group<Self>; B],
-        codes: &[Codes; B],
-        count: usize,
+        span: &Span<E>,
         x: [*const f32; M],
-        word: usize,
-    ) -> [[[Self::F; 2]; B]; M] {
+        totals: &mut [[Self::F; B]; M],
+    ) {
         // SAFETY: the trait's contract.
         unsafe {
             if !by_quarters::<E>() {
-                return simd::chain::<Self, E, B, M>(tables, groups, codes, count, x, word);
+                return simd::chain::<Self, E, B, M>(tables, span, x, totals);
             }
-            let mut out = [[[Self::splat(0.0); 2]; B]; M];
             for b in 0..B {
-                let Codes { low, step, .. } = codes[b];
-                for i in word..word + count {
-                    codes[b].fetch::<Self, E>(i);
+                let place = span.place.beside(b);
+                let group: Group<Self> = place.group(span.group, span.len);
+                let codes = &place.codes;
+                for i in span.words.clone() {
+                    codes.fetch::<Self, E>(i);
                 }
                 for q in 0..QUARTER {
                     let mut acc = [[vdupq_n_f32(0.0); 2]; M];
-                    for i in word..word + count {
-                        let four = low.add(i * step + QUARTER * q);
-                        let [even, odd] = eight::<E>(tables.low, groups[b].offset[q], four);
+                    for i in span.words.clone() {
+                        let four = codes.low.add(i * codes.step + QUARTER * q);
+                        let [even, odd] = eight::<E>(tables.low, group.offset[q], four);
                         for r in 0..M {
                             let (low, high) =
                                 (vld1q_f32(x[r].add(i * CODES)), vld1q_f32(x[r].add(i * CODES + 4)));
@@ -52,11 +51,11 @@ impl Lanes for Neon {
                         }
                     }
                     for r in 0..M {
-                        (out[r][b][0][q], out[r][b][1][q]) = (acc[r][0], acc[r][1]);
+                        let sum = vaddq_f32(acc[r][0], acc[r][1]);
+                        totals[r][b][q] = vfmaq_f32(totals[r][b][q], group.scale[q], sum);
                     }
                 }
             }
-            out
         }
     }
 

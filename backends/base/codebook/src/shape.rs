@@ -11,6 +11,9 @@ use std::marker::PhantomData;
 /// Elements of k that 8 KiB of a quad's codes are.
 const FETCHED: usize = (8 << 10) / (QUAD * LANES * 4) * CODES;
 
+/// Bytes that memory hands out together.
+const CACHE_LINE: usize = 64;
+
 /// Loop bounds of one weight.
 pub(crate) struct Shape {
     words: usize,
@@ -50,6 +53,14 @@ pub(crate) struct Group<L: Vector> {
     pub scale: L::F,
     /// What is added to values, scaled or not.
     pub offset: L::F,
+}
+
+// Whatever E is, these are pointers.
+impl<E: Encoding> Copy for Place<E> {}
+impl<E: Encoding> Clone for Place<E> {
+    fn clone(&self) -> Self {
+        *self
+    }
 }
 
 // Whatever L is, its vectors are copied.
@@ -123,23 +134,52 @@ impl Shape {
     }
 }
 
+/// Asks for `bytes` from `p` on.
+///
+/// # Safety
+/// As of [`Vector`]'s functions.
+#[inline(always)]
+unsafe fn lines<L: Vector>(p: *const u8, bytes: usize) {
+    for line in (0..bytes).step_by(CACHE_LINE) {
+        // SAFETY: a hint, of any address.
+        unsafe { L::prefetch(p.wrapping_add(line)) };
+    }
+}
+
 impl<E: Encoding> Place<E> {
-    /// Asks for what groups have where codes are fetched, a quad's 8 KiB of them behind group `g`.
+    /// Where the `b`th block behind this one has its lines, in the same quad.
+    #[inline(always)]
+    pub fn beside(&self, b: usize) -> Self {
+        let kept = E::NESTED.unwrap_or(self.kept);
+        let Codes { low, high, step } = self.codes;
+        Self {
+            codes: Codes { low: low.wrapping_add(b * LANES), high: high.wrapping_add(b * LANES), step },
+            scales: self.scales.wrapping_add(b * LANES * kept.size()),
+            offsets: self.offsets.wrapping_add(b * LANES * E::OFFSET.kept(kept).size()),
+            nests: self.nests.wrapping_add(b),
+            ..*self
+        }
+    }
+
+    /// Asks for what groups of this block and of those behind it, `blocks` altogether, have where codes are
+    /// fetched, a quad's 8 KiB of them behind group `g`.
     ///
     /// # Safety
     /// As of [`Vector`]'s functions.
     #[inline(always)]
-    pub unsafe fn fetch<L: Vector>(&self, g: usize, group: usize) {
+    pub unsafe fn fetch<L: Vector>(&self, g: usize, group: usize, blocks: usize) {
         let at = (g + FETCHED.div_ceil(group)) * self.step * LANES;
+        let kept = E::NESTED.unwrap_or(self.kept);
         // SAFETY: hints, of any address.
         unsafe {
-            let kept = E::NESTED.unwrap_or(self.kept);
-            L::prefetch(self.scales.wrapping_add(at * kept.size()));
+            lines::<L>(self.scales.wrapping_add(at * kept.size()), blocks * LANES * kept.size());
             if E::OFFSET != Offset::None {
-                L::prefetch(self.offsets.wrapping_add(at * E::OFFSET.kept(kept).size()));
+                let size = E::OFFSET.kept(kept).size();
+                lines::<L>(self.offsets.wrapping_add(at * size), blocks * LANES * size);
             }
             if E::NESTED.is_some() && (g * group).is_multiple_of(NEST) {
-                L::prefetch(self.nests.wrapping_add((g * group / NEST + 1) * self.step));
+                let nests = self.nests.wrapping_add((g * group / NEST + 1) * self.step);
+                lines::<L>(nests.cast(), blocks * size_of::<[[f16; LANES]; 2]>());
             }
         }
     }

@@ -1,10 +1,11 @@
 //! What the kernels make of sixteen lanes, where a set may do better than the common loops.
 use crate::encoding::{Bytes, Encoding, Offset, Values, is_wide, share};
 use crate::layout::{CODES, LANES};
-use crate::shape::{Codes, Group};
+use crate::shape::{Codes, Group, Place};
 #[cfg(target_arch = "x86_64")]
 use q4_simd::Avx512;
 use q4_simd::{Portable, Vector};
+use std::ops::Range;
 
 /// Words of memory ahead of those in use that codes are fetched: 8 KiB.
 const AHEAD: usize = 2048;
@@ -106,6 +107,16 @@ impl Codes {
     }
 }
 
+/// Some words of blocks that lie together, in one group of each.
+pub(crate) struct Span<E: Encoding> {
+    /// The first block.
+    pub place: Place<E>,
+    /// The group, and how many elements of k it has.
+    pub group: usize,
+    pub len: usize,
+    pub words: Range<usize>,
+}
+
 /// Sums of products with decoded codes.
 ///
 /// # Safety
@@ -124,19 +135,17 @@ pub(crate) trait Lanes: Vector + Sized {
     /// accumulators for each pair of them.
     const BLOCKS: usize = 1;
 
-    /// The two sums, over even and over odd k, of a chain of `count` words from `word` on: `M` rows of `x`
-    /// with `B` blocks.
+    /// Adds the products of `M` rows of `x` with a chain of `B` blocks to their totals: those over even and
+    /// those over odd k are summed for themselves, then their sum is scaled and added, with one rounding.
     #[inline(always)]
     unsafe fn chain<E: Encoding, const B: usize, const M: usize>(
         tables: &Tables<Self>,
-        groups: &[Group<Self>; B],
-        codes: &[Codes; B],
-        count: usize,
+        span: &Span<E>,
         x: [*const f32; M],
-        word: usize,
-    ) -> [[[Self::F; 2]; B]; M] {
+        totals: &mut [[Self::F; B]; M],
+    ) {
         // SAFETY: the trait's contract.
-        unsafe { chain::<Self, E, B, M>(tables, groups, codes, count, x, word) }
+        unsafe { chain::<Self, E, B, M>(tables, span, x, totals) }
     }
 
     /// What upper bits are worth, those under `mask` from bit `at` on in each word of nibbles, or, from a
@@ -197,21 +206,25 @@ pub(crate) trait Lanes: Vector + Sized {
 #[inline(always)]
 pub(crate) unsafe fn chain<L: Lanes, E: Encoding, const B: usize, const M: usize>(
     tables: &Tables<L>,
-    groups: &[Group<L>; B],
-    codes: &[Codes; B],
-    count: usize,
+    span: &Span<E>,
     x: [*const f32; M],
-    word: usize,
-) -> [[[L::F; 2]; B]; M] {
+    totals: &mut [[L::F; B]; M],
+) {
     // SAFETY: the caller's; a chain has whole words of upper bits.
     unsafe {
+        // Not by a closure: those of the standard library's functions are compiled without the set.
+        let mut groups = [Group { scale: L::splat(0.0), offset: L::splat(0.0) }; B];
+        for b in 0..B {
+            groups[b] = span.place.beside(b).group(span.group, span.len);
+        }
         let mut acc = [[[L::splat(0.0); 2]; B]; M];
-        for first in (word..word + count).step_by(share::<E>()) {
+        for first in span.words.clone().step_by(share::<E>()) {
             for sharing in 0..share::<E>() {
                 let word = first + sharing;
                 for b in 0..B {
-                    codes[b].fetch::<L, E>(word);
-                    let packed = codes[b].words::<L, E>(word);
+                    let codes = span.place.beside(b).codes;
+                    codes.fetch::<L, E>(word);
+                    let packed = codes.words::<L, E>(word);
                     for j in 0..CODES {
                         let v = tables.decode::<E>(&groups[b], packed, sharing, j as i32);
                         for r in 0..M {
@@ -222,7 +235,12 @@ pub(crate) unsafe fn chain<L: Lanes, E: Encoding, const B: usize, const M: usize
                 }
             }
         }
-        acc
+        for b in 0..B {
+            let scale = groups[b].outer::<E>();
+            for r in 0..M {
+                totals[r][b] = L::fma(scale, L::add(acc[r][b][0], acc[r][b][1]), totals[r][b]);
+            }
+        }
     }
 }
 

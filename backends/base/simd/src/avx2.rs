@@ -95,7 +95,9 @@ impl Vector for Avx2 {
     unsafe fn table(values: &[f32; 16]) -> Self::Table {
         let halves = unsafe { Self::load(values.as_ptr()) };
         let is_short = values.iter().all(|v| v.to_bits() & 0xffff == 0);
-        Table { halves, bytes: planes::tables(values), is_short }
+        let is_whole = (0..16u8).all(|code| values[usize::from(code)] == values[0] + f32::from(code));
+        let least = (is_whole && values[0].fract() == 0.0 && values[0].abs() < 1e6).then_some(values[0]);
+        Table { halves, bytes: planes::tables(values), is_short, least }
     }
     #[inline(always)]
     unsafe fn words(p: *const u32) -> Self::Words {

@@ -37,6 +37,8 @@ pub struct Table {
     pub bytes: [[u8; 16]; WHOLE],
     /// Whether they are numbers of bf16.
     pub is_short: bool,
+    /// The first, where they are whole numbers one after the other.
+    pub least: Option<f32>,
 }
 
 impl Table {
@@ -109,8 +111,8 @@ unsafe fn upper_halves(lanes: __m256i) -> [__m256; 2] {
 /// What bytes have more, as [`lifted`] makes numbers of them.
 pub const LIFT: f32 = 128.0;
 
-/// Byte 0, 1, 2 and 3 of every lane, as [`by_byte`] has them for [`SHORT`] values, all below 128, and
-/// [`LIFT`]: the seven bits that a number of bf16 has behind its exponent.
+/// Byte 0, 1, 2 and 3 of every lane, all below 128, and [`LIFT`]: the seven bits that a number of bf16 has
+/// behind its exponent. Nothing is permuted for it.
 ///
 /// # Safety
 /// The processor has AVX2.
@@ -118,9 +120,11 @@ pub const LIFT: f32 = 128.0;
 pub unsafe fn lifted(bytes: __m256i) -> [__m256; 4] {
     // SAFETY: the caller's.
     unsafe {
-        let exponent = _mm256_set1_epi8((LIFT.to_bits() >> 24) as i8);
-        let [a, b] = upper_halves(_mm256_unpacklo_epi8(bytes, exponent));
-        let [c, d] = upper_halves(_mm256_unpackhi_epi8(bytes, exponent));
+        let exponent = _mm256_set1_epi16((LIFT.to_bits() >> 16) as i16);
+        let even = _mm256_and_si256(bytes, _mm256_set1_epi16(0xff));
+        let odd = _mm256_srli_epi16::<8>(bytes);
+        let [a, c] = upper_halves(_mm256_or_si256(even, exponent));
+        let [b, d] = upper_halves(_mm256_or_si256(odd, exponent));
         [a, b, c, d]
     }
 }
@@ -223,7 +227,7 @@ mod tests {
             let bytes: [u8; 32] = std::array::from_fn(|i| first + i as u8);
             // SAFETY: AVX2 was found; 32 bytes, and eight lanes.
             unsafe {
-                let found = lifted(by_byte::<SHORT>(_mm256_loadu_si256(bytes.as_ptr().cast())));
+                let found = lifted(_mm256_loadu_si256(bytes.as_ptr().cast()));
                 for (i, found) in found.into_iter().enumerate() {
                     let mut lanes = [0.0; 8];
                     _mm256_storeu_ps(lanes.as_mut_ptr(), found);
