@@ -130,13 +130,14 @@ def cell(isa, shape, format, activations, phase, what, q4, beside):
 
 
 def lead(format, activations, name, decodes, deep):
-    """How many times the peer's rate is promised. Peers multiply int8 inputs, whatever they are given."""
+    """How many times the peer's rate is promised. Peers multiply int8 inputs, whatever they are given, and so does
+    q4 in GGUF files unless somebody names other ones."""
     if deep:
         return ">= 2"
     if format == "nvfp4" and name == "OpenVINO":
         return "no bound" if decodes else "> 1"
     if format.endswith(".gguf"):
-        return ">= 1" if decodes else {"int8": ">= 1.5", "native": "no bound"}[activations]
+        return {"int8": ">= 1" if decodes else ">= 1.5", "native": "no bound"}[activations]
     if format == "int4":
         return "no bound" if activations == "native" and not decodes else ">= 1"
     if decodes:

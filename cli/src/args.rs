@@ -109,7 +109,8 @@ pub struct GlobalArgs {
     /// Which ways of computing a product are acceptable.
     #[arg(long, global = true, value_enum, default_value_t)]
     pub compute: Compute,
-    /// Format of the inputs of 4-bit layers; auto is what the checkpoint declares.
+    /// Format of the inputs of 4-bit layers; auto is what the checkpoint declares, and int8 for GGUF files on
+    /// CPUs, as in llama.cpp.
     #[arg(long, global = true, value_enum, default_value_t)]
     pub activations: ActivationFormat,
     /// Where to compute: auto (a CUDA device whose kernels pass their self-check, else the CPU), cpu, cuda,

@@ -201,7 +201,9 @@ fn synthetic_subject(
             global: q4_core::ActGlobal::None,
         }),
         ActivationRequest::Fp8 => Activations::Fp8(q4_core::Fp8Inputs::PerRow),
-        ActivationRequest::Auto | ActivationRequest::Native => Activations::Native,
+        ActivationRequest::Auto | ActivationRequest::Declared | ActivationRequest::Native => {
+            Activations::Native
+        }
     };
     let recipe = Recipe {
         schema,

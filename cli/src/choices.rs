@@ -37,7 +37,7 @@ choices! {
     }
     /// `--activations`.
     ActivationFormat {
-        /// What the checkpoint declares.
+        /// What the checkpoint declares, else what is usual for such a file.
         #[default]
         Auto,
         /// Floats as they are.

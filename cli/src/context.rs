@@ -37,6 +37,7 @@ pub struct Context {
     place: Place,
     every_plugin: bool,
     judges: bool,
+    compares: bool,
     compared: Option<String>,
     /// Instruction set that kernels are told to use.
     isa: Option<String>,
@@ -55,6 +56,7 @@ impl Context {
             place: if global.isolate { Place::Isolated } else { Place::Here },
             every_plugin: false,
             judges: false,
+            compares: false,
             compared: None,
             isa: Isa::named()?.map(|isa| isa.name().to_owned()),
             chosen: OnceCell::new(),
@@ -116,6 +118,12 @@ impl Context {
     /// For the suite: `auto` is the CPU, since what passes on a device says nothing about another one.
     pub fn judging(mut self) -> Self {
         self.judges = true;
+        self
+    }
+
+    /// For what is compared with implementations that never round: `auto` is what the checkpoint declares.
+    pub fn comparing(mut self) -> Self {
+        self.compares = true;
         self
     }
 
@@ -348,6 +356,7 @@ impl Context {
     /// How a model is planned; `max_rows` are the rows of its largest step.
     pub fn plan_options(&self, quantize: Option<Format>, max_rows: usize) -> Result<PlanOptions> {
         let activations = match self.global.activations {
+            ActivationFormat::Auto if self.compares => ActivationRequest::Declared,
             ActivationFormat::Auto => ActivationRequest::Auto,
             ActivationFormat::Native => ActivationRequest::Native,
             ActivationFormat::Int8 => ActivationRequest::Int8,

@@ -32,6 +32,9 @@ struct Layer {
     n: usize,
     k: usize,
     activations: &'static str,
+    /// They are neither declared nor asked for.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    usual_activations: bool,
     chosen: Option<Chosen>,
     downgraded: bool,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
@@ -111,6 +114,7 @@ fn layer(p: &Product) -> Layer {
         n: spec.n(),
         k: spec.k,
         activations: spec.activations.as_str(),
+        usual_activations: p.usual_inputs,
         chosen,
         downgraded: p.choice.as_ref().is_ok_and(|c| c.is_downgrade),
         quantized_on_load: p.quantized_on_load,
@@ -189,6 +193,12 @@ fn table(checkpoint: &Checkpoint, plan: &Plan, isa: Option<&str>) -> String {
             text.push_str(&format!("lm_head: dense, {dtype}; no 4-bit product\n"));
         }
         HeadPlan::Product(_) => {}
+    }
+    if plan.products().any(|p| p.usual_inputs) {
+        text.push_str(
+            "int8 inputs are usual for GGUF files on CPUs: llama.cpp rounds them too, in larger groups;\n",
+        );
+        text.push_str("--activations native leaves them as they are\n");
     }
     text
 }

@@ -167,7 +167,7 @@ fn run(global: GlobalArgs, verb: &Verb) -> Result<Outcome> {
         Verb::Convert(args) => convert::run(&cx, args),
         Verb::Eval(args) => eval::run(&cx, args),
         Verb::Compare(args) => compare::run(&cx, args),
-        Verb::Logits(args) => logits::run(&cx, args),
+        Verb::Logits(args) => logits::run(&cx.comparing(), args),
         Verb::Tokenize(args) => tokenize::run(&cx, args),
         Verb::Trace(args) => trace::run(&cx, args),
         Verb::Bench(args) => bench::run(&cx, args),

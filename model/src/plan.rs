@@ -11,9 +11,12 @@ use tracing::field::Empty;
 /// What `--activations` may ask for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ActivationRequest {
-    /// What the checkpoint declares.
+    /// What is usual for the checkpoint: [`Layer::usual`] on a CPU, and what is declared on a device, whose
+    /// units multiply floats.
     #[default]
     Auto,
+    /// What the checkpoint declares, else floats as they are: for comparing with what never rounds.
+    Declared,
     /// Floats as they are.
     Native,
     /// int8 per 16.
@@ -22,6 +25,13 @@ pub enum ActivationRequest {
     Nvfp4,
     /// FP8 of FP8 weights, with the scale that is declared; of other weights as `Auto`.
     Fp8,
+}
+
+impl ActivationRequest {
+    /// Whether the user says what inputs of every layer are.
+    fn is_named(self) -> bool {
+        matches!(self, Self::Native | Self::Int8 | Self::Nvfp4)
+    }
 }
 
 /// Everything that decides a plan, the checkpoint and the policy aside.
@@ -53,6 +63,8 @@ pub struct Product {
     pub quantized_on_load: bool,
     /// The order that its inputs are put into, where that is another than theirs (act-order).
     pub order: Option<Order>,
+    /// Its inputs are neither what is declared nor what the user says, but what is usual for such a file.
+    pub usual_inputs: bool,
     /// How many of its layers lack the scale that their declared NVFP4 inputs take, so that their inputs
     /// stay as they are. None where the user says what inputs are.
     pub unscaled: usize,
@@ -256,6 +268,7 @@ struct Part {
     layout: &'static str,
     quantized_on_load: bool,
     order: Option<Order>,
+    usual_inputs: bool,
     unscaled: bool,
 }
 
@@ -300,12 +313,17 @@ impl Planner<'_> {
         })
     }
 
+    fn usual(&self, d: &Layer<'_>) -> Activations {
+        if self.options.device == Device::Cpu { d.usual() } else { d.declared }
+    }
+
     fn part(&self, d: &Layer<'_>) -> Result<Part> {
         let stored = d.detected.schema;
         let target = self.options.quantize.as_ref().filter(|_| !stored.is_packed());
         let schema = target.map_or(stored, |target| target.schema());
         let activations = match self.options.activations {
-            ActivationRequest::Auto => d.declared,
+            ActivationRequest::Auto => self.usual(d),
+            ActivationRequest::Declared => d.declared,
             ActivationRequest::Native => Activations::Native,
             ActivationRequest::Int8 => Activations::Int8,
             ActivationRequest::Nvfp4 if target.is_some() => {
@@ -315,7 +333,7 @@ impl Planner<'_> {
             ActivationRequest::Fp8 if schema.activations().contains(&"fp8") => {
                 Activations::Fp8(d.fp8_activations()?)
             }
-            ActivationRequest::Fp8 => d.declared,
+            ActivationRequest::Fp8 => self.usual(d),
         };
         // An activation format is about 4-bit products; a dense matrix is multiplied as it is.
         let activations = if schema.is_packed() { activations } else { Activations::Native };
@@ -328,8 +346,10 @@ impl Planner<'_> {
             layout: d.detected.layout.as_str(),
             quantized_on_load: target.is_some(),
             order: d.order.clone(),
-            unscaled: matches!(self.options.activations, ActivationRequest::Auto | ActivationRequest::Fp8)
-                && d.lacks_input_scale(),
+            usual_inputs: !self.options.activations.is_named()
+                && activations == d.usual()
+                && activations != d.declared,
+            unscaled: !self.options.activations.is_named() && d.lacks_input_scale(),
         })
     }
 
@@ -355,6 +375,7 @@ impl Planner<'_> {
             layout: first.layout,
             quantized_on_load: first.quantized_on_load,
             order: first.order.clone(),
+            usual_inputs: first.usual_inputs,
             unscaled: parts.iter().filter(|p| p.unscaled).count(),
             spec,
         }

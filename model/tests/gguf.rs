@@ -4,9 +4,9 @@ mod support;
 
 use q4_core::formats::ggml::Blocks;
 use q4_core::formats::int4::Zeros;
-use q4_core::{Code, DType, Ggml, Int4, Part, Q4Schema, Q4Weight, Result, RowDecoder};
+use q4_core::{Code, DType, Device, Ggml, Int4, Part, Q4Schema, Q4Weight, Result, RowDecoder};
 use q4_model::checkpoint::{Checkpoint, Container, Elements, Head, OpenOptions, names};
-use q4_model::plan::ActivationRequest;
+use q4_model::plan::{ActivationRequest, Plan};
 use std::path::Path;
 use support::{Setup, golden};
 
@@ -99,6 +99,30 @@ fn is_transformers(file: &str, backends: &[Option<&'static str>]) -> Result<()> 
         println!("{file}, {backend:?}: {worst:e} of {largest}");
         assert!(got.len() == want.len() && worst <= 1e-4 * largest, "{backend:?}: {worst:e} of {largest}");
     }
+    Ok(())
+}
+
+/// On a CPU, where llama.cpp rounds them too, and nowhere else; of what is not in a GGUF file never.
+#[test]
+fn inputs_are_int8_on_a_cpu_unless_somebody_says_what_they_are() -> Result<()> {
+    use ActivationRequest::{Auto, Declared, Int8, Native};
+    let planned = |path: &str, activations, device| -> Result<Vec<&'static str>> {
+        let checkpoint = Checkpoint::open(&golden(path), &OpenOptions::default())?;
+        let setup = Setup { activations, device, ..Setup::default() };
+        let plan = Plan::new(&checkpoint, &Setup::default().dispatch()?, &setup.options())?;
+        let mut all: Vec<_> = plan.products().map(|p| p.spec.activations.as_str()).collect();
+        all.dedup();
+        Ok(all)
+    };
+    for (file, folder, _) in FILES {
+        let file = format!("qwen3_tiny_a/{file}");
+        for (asked, want) in [(Auto, "int8"), (Int8, "int8"), (Native, "native"), (Declared, "native")] {
+            assert_eq!(planned(&file, asked, Device::Cpu)?, [want], "{file}: {asked:?}");
+        }
+        assert_eq!(planned(&file, Auto, Device::Cuda(0))?, ["native"], "{file}");
+        assert_ne!(planned(&format!("qwen3_tiny_a/{folder}"), Auto, Device::Cpu)?, ["int8"], "{folder}");
+    }
+    assert_eq!(planned("k_quants.gguf", Auto, Device::Cpu)?, ["int8"]);
     Ok(())
 }
 

@@ -60,8 +60,15 @@ fn the_demo_answers_alike_as_one_gguf_file() {
     let same = json("generate", &[&[file.as_str()], &ANSWER[..]].concat());
     assert_eq!((&same["text"], &same["token_ids"]), (&answer["text"], &answer["token_ids"]));
     assert_eq!(json("verify", &[&file])["errors"], 0);
+    // It declares nothing of inputs: they are as is usual for such files, and who asks is told.
+    let first = |more: &[&str]| json("explain", &[&[file.as_str()], more].concat())["layers"][0].clone();
+    let (usual, named) = (first(&[]), first(&["--activations", "native"]));
+    assert_eq!((&usual["activations"], &usual["usual_activations"]), (&"int8".into(), &true.into()));
+    assert!(named["activations"] == "native" && named.get("usual_activations").is_none(), "{named}");
+    assert!(out(&run(&["explain", &file])).contains("--activations native leaves them as they are"));
     let again = json("convert", &[&file, &back, "--layout", "modelopt"]);
     assert_eq!(again["sha256_decoded"], report["sha256_decoded"]);
+    assert!(again["notes"].to_string().contains("were int8 and are now native"), "{again}");
     let same = json("generate", &[&[back.as_str()], &ANSWER[..]].concat());
     assert_eq!(same["token_ids"], answer["token_ids"]);
     // Files are told apart by their names.

@@ -46,6 +46,7 @@ pub struct Layer<'a> {
     pub order: Option<Order>,
     /// What the checkpoint declares its inputs to be.
     pub declared: Activations,
+    of_gguf: bool,
     input_global: Option<GlobalScale>,
     lacks_input_scale: bool,
     fp8: Result<Fp8Inputs>,
@@ -71,6 +72,13 @@ impl Layer<'_> {
             Layout::TorchAo => Rule::TorchAo,
             _ => Rule::Runtime,
         }
+    }
+
+    /// What its inputs are on a CPU where nobody says: what is declared, and of GGUF files, which declare
+    /// nothing, int8. llama.cpp, for which they are made, rounds inputs of quantised blocks to 8 bits there, in
+    /// groups of 32 or 256; here 16 share a scale.
+    pub fn usual(&self) -> Activations {
+        if self.of_gguf && self.detected.schema.is_packed() { Activations::Int8 } else { self.declared }
     }
 
     /// The stored scale of the inputs, used or not.
@@ -145,7 +153,8 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
     }
     shape_agrees(c, name, &detected)?;
     words::refuse_packed(&detected, table)?;
-    if detected.layout == Layout::Gguf && c.store().container() != Container::Gguf {
+    let of_gguf = c.store().container() == Container::Gguf;
+    if detected.layout == Layout::Gguf && !of_gguf {
         return Err(Error::new(Code::SchemaInvalid, format!("`{}`", detected.keys.weight))
             .need("blocks of GGML in a GGUF file")
             .have("a tensor of that name in another"));
@@ -166,8 +175,17 @@ pub(super) fn bind<'a>(c: &'a Checkpoint, name: &str, n: usize, k: usize) -> Res
     let lacks_input_scale = tools && input_global.is_none() && inputs == Some(true);
     let name = name.to_owned();
     let (native, fp8) = (Activations::Native, fp8_inputs(c, &name));
-    let mut layer =
-        Layer { name, detected, segment, order, declared: native, input_global, lacks_input_scale, fp8 };
+    let mut layer = Layer {
+        name,
+        detected,
+        segment,
+        order,
+        declared: native,
+        of_gguf,
+        input_global,
+        lacks_input_scale,
+        fp8,
+    };
     layer.declared = declared(c, &layer, inputs)?;
     Ok(layer)
 }

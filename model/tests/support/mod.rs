@@ -62,15 +62,19 @@ impl Setup {
         Ok(Dispatch::new(Registry::builtin(&options)?, policy))
     }
 
-    pub fn load(&self, checkpoint: &Checkpoint, dispatch: &Dispatch) -> Result<Loaded> {
-        let options = PlanOptions {
+    pub fn options(&self) -> PlanOptions {
+        PlanOptions {
             activations: self.activations,
             dtype: self.dtype,
             device: self.device,
             quantize: None,
             max_rows: self.chunk,
             ops: OpSet::FORWARD,
-        };
+        }
+    }
+
+    pub fn load(&self, checkpoint: &Checkpoint, dispatch: &Dispatch) -> Result<Loaded> {
+        let options = self.options();
         let plan = Plan::new(checkpoint, dispatch, &options)?;
         let threads = Arc::new(ThreadPool::new(self.threads));
         load(checkpoint, &plan, dispatch, &options, threads, &Budget::of_machine(), &mut |_, _| {})

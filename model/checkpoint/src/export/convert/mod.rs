@@ -363,15 +363,15 @@ fn tensor_report(source: &Layer<'_>, output: &Layer<'_>) -> TensorReport {
 fn input_notes<'c>(pairs: impl Iterator<Item = (&'c Layer<'c>, &'c Layer<'c>)>) -> Vec<String> {
     let mut changes: BTreeMap<(String, String), usize> = BTreeMap::new();
     for (a, b) in pairs {
-        let told = (told(&a.declared), told(&b.declared));
+        let told = (told(&a.usual()), told(&b.usual()));
         if told.0 != told.1 {
             *changes.entry(told).or_default() += 1;
         }
     }
     let note = |((before, after), layers): (&(String, String), &usize)| {
         format!(
-            "answers differ: inputs of {layers} layers were declared {before} and are now {after}; run either with \
-             --activations native for equal answers"
+            "answers differ: inputs of {layers} layers were {before} and are now {after}, unless told otherwise; run \
+             both with --activations native for equal answers"
         )
     };
     changes.iter().map(note).collect()
