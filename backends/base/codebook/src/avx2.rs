@@ -94,7 +94,7 @@ impl Lanes for Avx2 {
                     let mut word = codes.words::<Self, E>(word)[0];
                     for half in 0..2 {
                         for j in 0..PLACES {
-                            Self::store(numbers.value::<E>(word, j), out.add((PLACES * half + j) * LANES));
+                            Self::store(numbers.value(word, j), out.add((PLACES * half + j) * LANES));
                         }
                         word = upper(word);
                     }
@@ -205,7 +205,7 @@ impl Numbers {
 
     /// The `j`th of the lower half of every word: scaled where each has its minimum.
     #[inline(always)]
-    unsafe fn value<E: Encoding>(&self, words: [__m256i; 2], j: usize) -> F {
+    unsafe fn value(&self, words: [__m256i; 2], j: usize) -> F {
         // SAFETY: the trait's contract.
         unsafe {
             let number = |side: usize| _mm256_cvtepi32_ps(_mm256_and_si256(words[side], self.masks[j]));
@@ -242,7 +242,7 @@ unsafe fn whole<E: Encoding, const M: usize>(
                 let mut word = codes.words::<Avx2, E>(i)[0];
                 for half in 0..2 {
                     for j in (pass..PLACES).step_by(passes) {
-                        let value = numbers.value::<E>(word, j);
+                        let value = numbers.value(word, j);
                         for r in 0..M {
                             let x = Avx2::splat(*x[r].add(i * CODES + PLACES * half + j));
                             sums[r][j & 1] = Avx2::fma(value, x, sums[r][j & 1]);
