@@ -137,7 +137,7 @@ def lead(format, activations, name, decodes, deep):
     if format == "nvfp4" and name == "OpenVINO":
         return "no bound" if decodes else "> 1"
     if format.endswith(".gguf"):
-        return {"int8": ">= 1" if decodes else ">= 1.5", "native": "no bound"}[activations]
+        return ">= 1" if decodes else {"int8": ">= 1.5", "native": "no bound"}[activations]
     if format == "int4":
         return "no bound" if activations == "native" and not decodes else ">= 1"
     if decodes:

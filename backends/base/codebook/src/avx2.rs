@@ -58,11 +58,20 @@ impl Lanes for Avx2 {
         // SAFETY: the trait's contract.
         unsafe {
             let kind = Kind::of::<E>(tables);
-            if matches!(kind, Kind::Bytes) {
-                return simd::chain::<Self, E, B, M>(tables, span, x, totals);
-            }
             for b in 0..B {
                 let place = span.place.beside(b);
+                if matches!(kind, Kind::Bytes) {
+                    let mut own = [[Self::splat(0.0)]; M];
+                    for r in 0..M {
+                        own[r] = [totals[r][b]];
+                    }
+                    let one = Span { place, words: span.words.clone(), ..*span };
+                    simd::chain::<Self, E, 1, M>(tables, &one, x, &mut own);
+                    for r in 0..M {
+                        [totals[r][b]] = own[r];
+                    }
+                    continue;
+                }
                 let group = place.group(span.group, span.len);
                 let (codes, words) = (&place.codes, span.words.clone());
                 let sums = match kind {
@@ -143,7 +152,7 @@ impl Lanes for Avx2 {
 
 /// How values are made of codes.
 enum Kind {
-    /// Four bits that are a whole number less this: by conversion.
+    /// Four bits that are a whole number, of which the least is this: by conversion.
     Whole(f32),
     /// By looking up the upper two bytes of a value; codes with upper bits are such numbers.
     Short,
