@@ -84,7 +84,13 @@ fn metadata_say_what_the_files_did() -> Result<()> {
     let out = gguf_of(dir.path());
     let report = converted(&demo, &out, Layout::Gguf)?;
     assert!(report.lossless, "{:?}", report.notes);
-    assert_eq!(report.notes, ["files not carried over: README.md, reference.py"]);
+    let [files, inputs] = &report.notes[..] else { panic!("{:?}", report.notes) };
+    assert_eq!(files, "files not carried over: README.md, reference.py");
+    // On CPUs a GGUF file's inputs are rounded where it says nothing of them, and the demo's are not.
+    assert!(
+        inputs.starts_with("answers differ: inputs of 42 layers were native and are now int8"),
+        "{inputs}"
+    );
     let written = open(&out)?;
     assert_eq!(answers(&written)?, answers(&demo)?);
     let of = |c: &Checkpoint, name: &str| -> Value {
