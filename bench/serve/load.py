@@ -15,6 +15,8 @@ from .server import Server, say
 WORK = Work(prompt=96, answer=64)
 SHARED = Work(prompt=128, answer=128, shared=96)
 MOST = 32
+# Pairs of one step, for each round.
+TURNS = 5
 WORDS = ("--parallel", MOST, "--context", 512)
 # What products multiply by: floats, as the model declares, or int8, as llama.cpp always does.
 INPUTS = {"": (), "int8-": ("--activations", "int8")}
@@ -68,26 +70,31 @@ def costs(args, prefix, inputs):
     env = {"Q4_ISA": args.isa} if args.isa else {}
     # The bench decodes behind a prompt of 16 tokens too.
     short, steps, batches = 16, [], []
-    bench = ["--json", "bench", folder, *inputs, "--prefill", short, "--decode", WORK.answer, "-r", 3]
+    bench = ["--json", "bench", folder, *inputs, "--prefill", short, "--decode", WORK.answer, "-r", 1]
+    with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
+        crowd(server.port, 1, 1, bodies(1, Work(short, 8)))
+        # Seconds apart, for what neighbours leave of the processor changes from minute to minute.
+        for turn in range(TURNS * args.rounds):
+            one = crowd(server.port, 1, 1, bodies(1, Work(short, WORK.answer), seed=turn))
+            report = json.loads(must(args.q4, *bench, env=env)[1])
+            rate = next(r["median"] for r in report["results"] if r["what"].startswith("tg"))
+            steps.append(statistics.median(one.gaps) * rate - 1)
+    say(f"{prefix}more for a step:", *(f"{step:.1%}" for step in steps))
     bound = ("--ignore-eos", *WORDS, *inputs, folder)
     kept = ("prompt", "max_tokens", "temperature")
     for turn in range(args.rounds):
         asked = bodies(2 * MOST, WORK, seed=turn)
         with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
             crowd(server.port, 1, 1, bodies(1, Work(short, 8)))
-            one = crowd(server.port, 1, 3, bodies(3, Work(short, WORK.answer), seed=turn))
             all_ = crowd(server.port, MOST, 2, asked)
-        report = json.loads(must(args.q4, *bench, env=env)[1])
-        rate = next(r["median"] for r in report["results"] if r["what"].startswith("tg"))
-        steps.append(statistics.median(one.gaps) * rate - 1)
         lines = [{name: body[name] for name in kept} for body in asked]
         # Loading is none of it.
         least, _ = of_batch(args.q4, [{**lines[0], "max_tokens": 1}], args.isa, *bound)
         seconds, answers = of_batch(args.q4, lines, args.isa, *bound)
         assert sum(tokens for *_, tokens in answers) == all_.tokens, "the answers are not as long"
         batches.append(all_.seconds / (seconds - least) - 1)
-        say(f"{prefix}more for a step: {steps[-1]:.1%}; for all: {batches[-1]:.1%}")
-    unit = f"% more for a step of one user over HTTP than in q4 bench, median of {args.rounds}"
+        say(f"{prefix}more for all: {batches[-1]:.1%}")
+    unit = f"% more for a step of one user over HTTP than in q4 bench, in turns, median of {len(steps)} pairs"
     row(f"{prefix}cost-step", round(100 * statistics.median(steps), 1), unit, "<= 3")
     unit = f"% more for {2 * MOST} answers to {MOST} users than by generate --batch, without loading"
     row(f"{prefix}cost-{MOST}", round(100 * statistics.median(batches), 1), unit, "<= 3")

@@ -29,8 +29,9 @@ pub(crate) trait Dot {
     type Sums: Copy;
     /// A table of sixteen bytes.
     type Table: Copy;
-    /// Rows of a product of many whose sums the registers hold, with [`Lanes::BLOCKS`] blocks.
-    const ROWS: usize;
+    /// Rows of a product of many whose sums the registers hold, with [`Lanes::BLOCKS`] blocks, while weights
+    /// pass by; none where they hold the weights of sixteen k, and rows pass by.
+    const ROWS: Option<usize>;
 
     /// Calls `f`, compiled for the set where it is `#[inline(always)]` together with all it calls.
     unsafe fn run<R>(f: impl FnOnce() -> R) -> R;
@@ -103,7 +104,7 @@ impl Dot for Portable {
     type On = Self;
     type Sums = [i32; LANES];
     type Table = [u8; 16];
-    const ROWS: usize = 2;
+    const ROWS: Option<usize> = Some(2);
 
     #[inline(always)]
     unsafe fn run<R>(f: impl FnOnce() -> R) -> R {

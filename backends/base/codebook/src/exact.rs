@@ -11,6 +11,7 @@ use crate::simd::Lanes;
 use q4_core::formats::int8::BLOCK;
 use q4_core::rows::RowsMut;
 use q4_simd::Vector;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Most rows that are multiplied straight from the registers a code is decoded to.
@@ -270,7 +271,7 @@ unsafe fn sixteen<D: Dot, const BITS: u32, const OFFSET: bool>(
     unsafe {
         let four = x.q.as_ptr().add(BLOCK * i).cast::<i32>();
         // Codes with an offset count from zero, and nothing is too much.
-        let mut sums = D::start::<BITS>(if OFFSET { 0 } else { x.start[i] });
+        let mut sums = D::start::<BITS>(if OFFSET { 0 } else { *x.start.get_unchecked(i) });
         for j in 0..4 {
             sums = D::dot::<BITS>(sums, bytes[j], four.add(j).read());
         }
@@ -373,10 +374,11 @@ unsafe fn panel<D: Dot, const BITS: u32, const OFFSET: bool>(
         D::run(
             #[inline(always)]
             || {
+                let Some(most) = D::ROWS else { return held::<D, BITS, OFFSET>(tiles, chains, x, totals) };
                 let mut r = 0;
                 while r < totals.len() {
                     // What a set never has is not compiled.
-                    let (rows, blocks) = ((totals.len() - r).min(D::ROWS), tiles.len().min(D::On::BLOCKS));
+                    let (rows, blocks) = ((totals.len() - r).min(most), tiles.len().min(D::On::BLOCKS));
                     let (x, totals) = (x.add(r), &mut totals[r..]);
                     match (rows, blocks) {
                         (4, PAIR) => shape::<D, BITS, OFFSET, 4, PAIR>(tiles, chains, x, totals),
@@ -459,6 +461,84 @@ unsafe fn shape<D: Dot, const BITS: u32, const OFFSET: bool, const R: usize, con
         for r in 0..R {
             for c in 0..C {
                 D::On::store(total[r][c], totals.get_unchecked_mut(r)[c].0.as_mut_ptr());
+            }
+        }
+    }
+}
+
+/// All rows with one tile after the other, of which sixteens stay in registers while rows pass by.
+#[inline(always)]
+unsafe fn held<D: Dot, const BITS: u32, const OFFSET: bool>(
+    tiles: &[Tile],
+    [chains, sixteens]: [usize; 2],
+    x: *const Block,
+    totals: &mut [[Line<f32>; PAIR]],
+) {
+    // Not cleared: the first sixteen of a chain writes what the others read.
+    let mut sums = [MaybeUninit::<Line<f32>>::uninit(); ROWS];
+    let sums: *mut f32 = sums.as_mut_ptr().cast();
+    for (c, tile) in tiles.iter().enumerate() {
+        for chain in 0..chains {
+            for within in 0..sixteens {
+                let pass = Pass { tile, c, chain, i: chain * sixteens + within, x, sums };
+                // SAFETY: the caller's; there are at most ROWS rows.
+                unsafe {
+                    match (within == 0, within + 1 == sixteens) {
+                        (true, true) => pass.rows::<D, BITS, OFFSET, true, true>(totals),
+                        (true, false) => pass.rows::<D, BITS, OFFSET, true, false>(totals),
+                        (false, true) => pass.rows::<D, BITS, OFFSET, false, true>(totals),
+                        (false, false) => pass.rows::<D, BITS, OFFSET, false, false>(totals),
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Sixteen `i` of a tile, which is block `c`, with all rows.
+struct Pass<'a> {
+    tile: &'a Tile,
+    c: usize,
+    chain: usize,
+    i: usize,
+    x: *const Block,
+    /// Of the chain so far, a line a row.
+    sums: *mut f32,
+}
+
+impl Pass<'_> {
+    /// Adds their products: to nothing where the sixteen is the `FIRST` of its chain, and the chain to the
+    /// totals where it is the `LAST`.
+    #[inline(always)]
+    unsafe fn rows<D: Dot, const BITS: u32, const OFFSET: bool, const FIRST: bool, const LAST: bool>(
+        &self,
+        totals: &mut [[Line<f32>; PAIR]],
+    ) {
+        let Self { tile, c, chain, i, x, sums } = *self;
+        // SAFETY: a tile has four times sixteen bytes, and there are as many rows as totals.
+        unsafe {
+            let bytes = tile.bytes.as_ptr().add(4 * i).cast::<u32>();
+            let mut words = [D::On::words(bytes); 4];
+            for j in 1..4 {
+                words[j] = D::On::words(bytes.add(j * LANES));
+            }
+            let scale = D::On::load(tile.scales.as_ptr().add(chain).cast());
+            let offset = D::On::load(tile.offsets.as_ptr().add(chain).cast());
+            for (r, totals) in totals.iter_mut().enumerate() {
+                let (x, sums) = (&*x.add(r), sums.add(r * LANES));
+                let before = if FIRST { D::On::splat(0.0) } else { D::On::load(sums) };
+                let dot = sixteen::<D, BITS, OFFSET>(words, x, i);
+                let sum = D::On::fma(dot, D::On::splat(*x.scales.get_unchecked(i)), before);
+                if !LAST {
+                    D::On::store(sum, sums);
+                    continue;
+                }
+                let total = totals.get_unchecked_mut(c).0.as_mut_ptr();
+                let mut all = D::On::fma(scale, sum, D::On::load(total));
+                if OFFSET {
+                    all = D::On::fma(offset, D::On::splat(*x.sums.get_unchecked(i)), all);
+                }
+                D::On::store(all, total);
             }
         }
     }

@@ -18,7 +18,7 @@ macro_rules! neon {
             type On = Neon;
             type Sums = [int32x4_t; 4];
             type Table = uint8x16_t;
-            const ROWS: usize = 2;
+            const ROWS: Option<usize> = Some(2);
 
             #[inline]
             #[target_feature(enable = $features)]

@@ -16,7 +16,7 @@ macro_rules! avx512 {
             type On = Avx512;
             type Sums = __m512i;
             type Table = __m512i;
-            const ROWS: usize = 4;
+            const ROWS: Option<usize> = Some(4);
 
             #[inline]
             #[target_feature(enable = $features)]
@@ -112,7 +112,7 @@ impl Dot for Avx2 {
     type On = Self;
     type Sums = [__m256i; 2];
     type Table = __m256i;
-    const ROWS: usize = 2;
+    const ROWS: Option<usize> = None;
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]

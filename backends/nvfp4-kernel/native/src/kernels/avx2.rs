@@ -55,11 +55,11 @@ unsafe fn direct_bytes_rows<const M: usize>(w: Blocks, x: ByteRows, out: *mut Ac
                     let scale = scales(tile, g);
                     let offset = offsets(scale);
                     for side in 0..2 {
-                        let scale = [scale[side], offset[side]];
-                        let codes = decode(tile.add(g * GROUP_BYTES + side * 4 * HALF), table);
+                        let scale = [[scale[side], offset[side]]];
+                        let codes = [decode(tile.add(g * GROUP_BYTES + side * 4 * HALF), table)];
                         for r in 0..M {
                             let row = x.blocks.add(t * x.ld + r);
-                            acc[r][side] = add(acc[r][side], codes, scale, row, g);
+                            [acc[r][side]] = add([acc[r][side]], codes, scale, row, g);
                         }
                     }
                 }
@@ -92,6 +92,8 @@ unsafe fn unpack_bytes(tile: *const u8, ahead: usize, out: *mut ByteTile) {
     }
 }
 
+/// The codes of a group stay in registers while rows of x pass by, those of all lanes: each load of x is of use
+/// twice.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, _: usize, x: ByteRows, acc: *mut Acc) {
     for c in 0..count {
@@ -99,21 +101,19 @@ unsafe fn panel_bytes(tiles: *const ByteTile, count: usize, _: usize, x: ByteRow
             // SAFETY: by the contract of `Kernels`, `count` tiles and `rows` rows and sums exist.
             unsafe {
                 let tile = &*tiles.add(c);
-                let (scale, offset) =
-                    (Avx2::load(tile.scales[g].as_ptr()), Avx2::load(tile.offsets[g].as_ptr()));
+                let mut codes = [[_mm256_setzero_si256(); 4]; 2];
                 for side in 0..2 {
-                    let scale = [scale[side], offset[side]];
-                    let mut codes = [_mm256_setzero_si256(); 4];
                     for j in 0..4 {
-                        codes[j] = _mm256_load_si256(tile.codes[4 * g + j].as_ptr().add(side * HALF).cast());
+                        let from = tile.codes[4 * g + j].as_ptr().add(side * HALF);
+                        codes[side][j] = _mm256_load_si256(from.cast());
                     }
-                    for r in 0..x.rows {
-                        let lanes = (*acc.add(r))[c].as_mut_ptr().add(side * HALF);
-                        _mm256_storeu_ps(
-                            lanes,
-                            add(_mm256_loadu_ps(lanes), codes, scale, x.blocks.add(r), g),
-                        );
-                    }
+                }
+                let scale = Avx2::load(tile.scales[g].as_ptr());
+                let offset = Avx2::load(tile.offsets[g].as_ptr());
+                let scales = [[scale[0], offset[0]], [scale[1], offset[1]]];
+                for r in 0..x.rows {
+                    let lanes = (*acc.add(r))[c].as_mut_ptr();
+                    Avx2::store(add(Avx2::load(lanes), codes, scales, x.blocks.add(r), g), lanes);
                 }
             }
         }
@@ -142,28 +142,36 @@ unsafe fn decode_tile(tile: *const u8, steps: &[[f32; GROUPS]; LANES], out: &mut
     }
 }
 
-/// `acc + (dot * scale) * activation scale` for group `g` of an activation row, from a scale and its offset.
-/// Eight products of at most 24 * 127 fit 16 bits, so the sums of pairs do not saturate.
+/// `acc + (dot * scale) * activation scale` for group `g` of an activation row, from scales and their offsets,
+/// of so many times eight lanes. Eight products of at most 24 * 127 fit 16 bits, so the sums of pairs do not
+/// saturate.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn add(
-    acc: __m256,
-    codes: [__m256i; 4],
-    scale: [__m256; 2],
+unsafe fn add<const SIDES: usize>(
+    mut acc: [__m256; SIDES],
+    codes: [[__m256i; 4]; SIDES],
+    scales: [[__m256; 2]; SIDES],
     row: *const ByteBlock,
     g: usize,
-) -> __m256 {
+) -> [__m256; SIDES] {
     // SAFETY: the block exists, by the contract of `Kernels`; a group has 16 codes.
     unsafe {
         let q = (*row).q.as_ptr().add(16 * g).cast::<i32>();
-        let mut pairs = _mm256_setzero_si256();
+        let mut pairs = [_mm256_setzero_si256(); SIDES];
         for j in 0..4 {
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[j], _mm256_set1_epi32(*q.add(j))));
+            let x = _mm256_set1_epi32(*q.add(j));
+            for side in 0..SIDES {
+                pairs[side] = _mm256_add_epi16(pairs[side], _mm256_maddubs_epi16(codes[side][j], x));
+            }
         }
-        let dot = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-        let dot = _mm256_castsi256_ps(_mm256_add_epi32(dot, _mm256_set1_epi32((*row).start[g])));
-        let product = _mm256_fmadd_ps(dot, scale[0], scale[1]);
-        _mm256_fmadd_ps(product, _mm256_set1_ps((*row).scales[g]), acc)
+        let (start, scale) = (_mm256_set1_epi32((*row).start[g]), _mm256_set1_ps((*row).scales[g]));
+        for side in 0..SIDES {
+            let dot = _mm256_madd_epi16(pairs[side], _mm256_set1_epi16(1));
+            let dot = _mm256_castsi256_ps(_mm256_add_epi32(dot, start));
+            let product = _mm256_fmadd_ps(dot, scales[side][0], scales[side][1]);
+            acc[side] = _mm256_fmadd_ps(product, scale, acc[side]);
+        }
+        acc
     }
 }
 
