@@ -7,7 +7,7 @@ use crate::simd::{self, Lanes, MOST_ROWS, Span, Tables};
 use q4_simd::planes::{self, Planes, SHORT, WHOLE, lifted, upper_codes};
 use q4_simd::{Avx2, Vector};
 use std::arch::x86_64::*;
-use std::{hint, ops::Range};
+use std::ops::Range;
 
 /// Sixteen lanes.
 type F = <Avx2 as Vector>::F;
@@ -21,7 +21,8 @@ impl Lanes for Avx2 {
     const ACCUMULATORS: usize = 32;
     /// As with AVX-512.
     const MANY: usize = MOST_ROWS;
-    const TILE_ROWS: usize = 6;
+    /// Twelve sums: with three other registers all there are.
+    const TILE_ROWS: usize = 3;
     const LIFT: f32 = planes::LIFT;
 
     /// As with AVX-512, but as bits of a number of bf16.
@@ -112,40 +113,6 @@ impl Lanes for Avx2 {
                 Kind::Long => unpack::<E, WHOLE>(tables, group, codes, word, out),
                 Kind::Bytes => simd::unpack::<Self, E>(tables, group, codes, word, out),
             }
-        }
-    }
-
-    /// Even k before odd k: six rows are then twelve sums, more than hide the latency of a multiply-add, and
-    /// each load of x serves two of them.
-    #[inline(always)]
-    unsafe fn tile<const R: usize, const C: usize>(
-        tiles: [*const f32; C],
-        len: usize,
-        x: [*const f32; R],
-    ) -> [[[F; 2]; C]; R] {
-        // SAFETY: the trait's contract; `len` is a multiple of 8.
-        unsafe {
-            let mut out = [[[Self::splat(0.0); 2]; C]; R];
-            for odd in 0..2 {
-                for c in 0..C {
-                    let mut sums = [Self::splat(0.0); R];
-                    for first in (odd..len).step_by(CODES) {
-                        for n in 0..CODES / 2 {
-                            let i = first + 2 * n;
-                            let w = Self::load(tiles[c].add(i * LANES));
-                            for r in 0..R {
-                                sums[r] = Self::fma(w, Self::splat(*x[r].add(i)), sums[r]);
-                            }
-                        }
-                    }
-                    for r in 0..R {
-                        out[r][c][odd] = sums[r];
-                    }
-                    // In memory from here on: the sums that follow need the registers.
-                    hint::black_box(&mut out);
-                }
-            }
-            out
         }
     }
 }

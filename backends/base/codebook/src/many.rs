@@ -15,6 +15,8 @@ use std::ops::Range;
 
 /// Blocks that are decoded at a time, at most.
 const PAIR: usize = 2;
+/// Blocks for which rows of x are copied once: with as many sums of [`MOST_ROWS`] as half a second level holds.
+const WIDTH: usize = 4 * QUAD;
 
 /// What rows of x have for a chain, `[rows, len]`.
 type Part = [Line<f32>; MOST_ROWS * CHAIN / LANES];
@@ -25,7 +27,7 @@ type Totals = [Line<f32>; MOST_ROWS];
 struct Room {
     tiles: [[Line<f32>; CHAIN]; PAIR],
     parts: [Part; 2],
-    totals: [Totals; QUAD],
+    totals: [Totals; WIDTH],
 }
 
 /// One chain of k: up to [`PAIR`] blocks of it, and some rows of x.
@@ -64,8 +66,8 @@ pub(crate) unsafe fn gemm<L: Lanes, E: Encoding>(
         (tiles, parts, totals, [L::splat(0.0); PAIR], Tables::<L>::of(&w.values))
     };
     let mut step = Chain::<L> { tiles, scales, part: parts[0], len, rows: 0 };
-    for b0 in blocks.clone().step_by(QUAD) {
-        let width = QUAD.min(blocks.end - b0);
+    for b0 in blocks.clone().step_by(WIDTH) {
+        let width = WIDTH.min(blocks.end - b0);
         for r0 in (0..x.m()).step_by(most) {
             step.rows = most.min(x.m() - r0);
             for b in 0..width {
@@ -169,6 +171,8 @@ impl<L: Lanes> Chain<L> {
                     self.few::<6, C>(r, totals)
                 } else if L::TILE_ROWS >= 4 && left >= 4 {
                     self.few::<4, C>(r, totals)
+                } else if L::TILE_ROWS == 3 && left >= 3 {
+                    self.few::<3, C>(r, totals)
                 } else if left >= 2 {
                     self.few::<2, C>(r, totals)
                 } else {

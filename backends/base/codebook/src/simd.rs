@@ -127,7 +127,7 @@ pub(crate) trait Lanes: Vector + Sized {
     /// Rows of x whose sums are kept while weights pass by, a multiple of [`TILE_ROWS`](Self::TILE_ROWS) and
     /// at most [`MOST_ROWS`]: with two parts of x and two tiles 38 KiB.
     const MANY: usize = 40;
-    /// Rows of one [`tile`](Self::tile) at most: 1, 2, 4 or 6.
+    /// Rows of one [`tile`](Self::tile) at most: 1, 2, 3, 4 or 6.
     const TILE_ROWS: usize = Self::ROWS;
     /// What [`upper`](Self::upper) has more than upper bits are worth, and the lower ones less.
     const LIFT: f32 = 0.0;

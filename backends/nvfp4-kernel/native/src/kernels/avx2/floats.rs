@@ -190,12 +190,12 @@ impl Scales {
 unsafe fn panel(tiles: *const FloatTile, count: usize, groups: usize, x: FloatRows, acc: *mut Acc) {
     // Two of them; a compiler that knows lays a chain out and mixes its k, and sums go through memory.
     let loops = [groups, hint::black_box(2)];
-    for r in (0..x.rows).step_by(6) {
+    for r in (0..x.rows).step_by(3) {
         for c in 0..count {
-            // SAFETY: same contract; rows r to r + 5 or the last one exist.
+            // SAFETY: same contract; rows r to r + 2 or the last one exist.
             unsafe {
                 let (tile, rows) = (&*tiles.add(c), FloatRows { x: x.x.add(r * x.ld), ..x });
-                by_rows!(x.rows - r, [1 2 3 4 5; 6], panel_rows(tile, loops, rows, acc.add(r), c))
+                by_rows!(x.rows - r, [1 2; 3], panel_rows(tile, loops, rows, acc.add(r), c))
             }
         }
     }
@@ -212,36 +212,27 @@ unsafe fn panel_rows<const M: usize>(
     // SAFETY: by the contract of `Kernels`, M rows and sums exist, and groups of two halves.
     unsafe {
         for g in 0..groups {
-            // One after the other: six rows of a chain are twelve sums, more than hide the latency of a
-            // multiply-add, and each load of x serves two of them.
-            let mut low = chain::<M>(tile, 16 * g, halves, x);
-            // In memory from here on: the sums that follow need the registers.
-            hint::black_box(&mut low);
-            let high = chain::<M>(tile, 16 * g + 4, halves, x);
+            // Both chains of three rows are twelve sums, more than hide the latency of a multiply-add; weights
+            // and an input take the other registers.
+            let mut sums = [[[_mm256_setzero_ps(); 2]; 2]; M];
+            for half in 0..halves {
+                for chain in 0..2 {
+                    for j in 0..4 {
+                        let k = 16 * g + 8 * half + 4 * chain + j;
+                        let value = Avx2::load(tile.values.as_ptr().add(k).cast());
+                        for r in 0..M {
+                            let x = Avx2::splat(*x.x.add(r * x.ld + k));
+                            sums[r][chain] = Avx2::fma(x, value, sums[r][chain]);
+                        }
+                    }
+                }
+            }
             let scale = Avx2::load(tile.scales.as_ptr().add(g).cast());
             for r in 0..M {
                 let lanes = (*out.add(r))[c].as_mut_ptr();
-                Avx2::store(Avx2::fma(Avx2::add(low[r], high[r]), scale, Avx2::load(lanes)), lanes);
+                let sum = Avx2::add(sums[r][0], sums[r][1]);
+                Avx2::store(Avx2::fma(sum, scale, Avx2::load(lanes)), lanes);
             }
         }
     }
-}
-
-/// The products over four k from `k` on in each half.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn chain<const M: usize>(tile: &FloatTile, k: usize, halves: usize, x: FloatRows) -> [[__m256; 2]; M] {
-    let mut sums = [[_mm256_setzero_ps(); 2]; M];
-    for half in 0..halves {
-        for k in k + 8 * half..k + 8 * half + 4 {
-            // SAFETY: M rows reach to the end of the group, and a tile has it.
-            unsafe {
-                let value = Avx2::load(tile.values.as_ptr().add(k).cast());
-                for r in 0..M {
-                    sums[r] = Avx2::fma(Avx2::splat(*x.x.add(r * x.ld + k)), value, sums[r]);
-                }
-            }
-        }
-    }
-    sums
 }
