@@ -18,6 +18,8 @@ from .server import Program, Server, say
 
 
 PEER = "llama-server"
+# The peer's own file in q4, which rounds inputs of such files to 8 bits by itself.
+SAME = "file-users"
 
 
 class LlamaServer(Program):
@@ -51,17 +53,23 @@ class LlamaServer(Program):
 
 @contextlib.contextmanager
 def servers(args):
-    """llama-server, and q4 for each kind of inputs, which have answered once."""
+    """llama-server, and q4 for each kind of inputs and with the same file, which have answered once."""
     folder = model.shaped(args.q4, args.models)
     file = model.gguf(args.llama_python, args.models, args.gguf)
     with contextlib.ExitStack() as stack:
         there = {PEER: stack.enter_context(LlamaServer(args.llama, file))}
-        for prefix, inputs in INPUTS.items():
-            server = Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa)
-            there[f"{prefix}users"] = stack.enter_context(server)
+        ours = {f"{prefix}users": (folder, inputs) for prefix, inputs in INPUTS.items()} | {SAME: (file, ())}
+        for who, (of, inputs) in ours.items():
+            server = Server(args.q4, *WORDS, *inputs, model=of, isa=args.isa)
+            there[who] = stack.enter_context(server)
         for server in there.values():
             crowd(server.port, 8, 1, bodies(8, dataclasses.replace(WORK, answer=8)))
         yield there
+
+
+def beside(args, who):
+    """The peer, and what it computes with."""
+    return f"{PEER} ({args.gguf}{', the same file' if who == SAME else ''})"
 
 
 def turns(rounds, runs):
@@ -95,7 +103,7 @@ def peer(args):
         theirs = runs.pop((PEER, users))
         for who in (who for who, some in list(runs) if some == users):
             ratio = middle(runs[who, users]) / middle(theirs)
-            unit = f"of the rate of {PEER} ({args.gguf}), a client of our own, in turns; {WORK}"
+            unit = f"of the rate of {beside(args, who)}, a client of our own, in turns; {WORK}"
             row(f"{who}-{users}-to-{PEER}", round(ratio, 2), unit, need)
         row(f"{PEER}-{users}-rate", round(middle(theirs), 1), "tok/s of all answers", "said")
         firsts = together(theirs)[0]
@@ -120,7 +128,7 @@ def guided(args):
     for who, done in runs.items():
         ours = statistics.median(done)
         texts = f"{2 * MOST} texts of {WORK.prompt} tokens"
-        unit = f"of the rate of {PEER} ({args.gguf}) by {version}, in turns; {texts}"
+        unit = f"of the rate of {beside(args, who)} by {version}, in turns; {texts}"
         row(f"{who}-{MOST}-guidellm", round(ours / theirs, 2), unit, ">= 1.5")
         row(f"{who}-{MOST}-guidellm-rate", round(ours, 1), "tok/s of answers", "said")
 
