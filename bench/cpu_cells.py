@@ -126,12 +126,13 @@ def cell(isa, shape, format, activations, phase, what, q4, beside):
         ratio = round(value / theirs, 3) if value and theirs else None
         unit = f"of the rate of {who(name)}, {'int4 groups of 128' if name == 'OpenVINO' else name}"
         why = other and other.refused or f"{who(name)} did not run beside it"
-        yield f"{title}-of-{who(name)}", ratio, unit, lead(format, activations, name, decodes, deep), why
+        yield f"{title}-of-{who(name)}", ratio, unit, lead(isa, format, activations, name, decodes, deep), why
 
 
-def lead(format, activations, name, decodes, deep):
+def lead(isa, format, activations, name, decodes, deep):
     """How many times the peer's rate is promised. Peers multiply int8 inputs, whatever they are given, and so does
-    q4 in GGUF files unless somebody names other ones."""
+    q4 in GGUF files unless somebody names other ones; OpenVINO does on processors with VNNI, on AVX2 it
+    multiplies floats (its logits are the same bits with its dynamic quantisation off)."""
     if deep:
         return ">= 2"
     if format == "nvfp4" and name == "OpenVINO":
@@ -139,7 +140,8 @@ def lead(format, activations, name, decodes, deep):
     if format.endswith(".gguf"):
         return ">= 1" if decodes else {"int8": ">= 1.5", "native": "no bound"}[activations]
     if format == "int4":
-        return "no bound" if activations == "native" and not decodes else ">= 1"
+        rounded = isa != "avx2"
+        return "no bound" if rounded and activations == "native" and not decodes else ">= 1"
     if decodes:
         return "> 1"
     return ">= 2" if (format, activations) == ("nvfp4", "int8") else "> 1, or a floor that is behind"
