@@ -59,42 +59,45 @@ def loaded(args, prefix, inputs, work):
     row(f"{prefix}users-{MOST}-to-1", round(ratio, 2), f"rate of {MOST} users to one's", ">= 3")
 
 
-def cost(args):
-    """What HTTP and scheduling cost: the server beside the engine without it, in turns."""
-    for prefix, inputs in INPUTS.items():
-        costs(args, prefix, inputs)
-
-
-def costs(args, prefix, inputs):
+def cost_step(args):
+    """What HTTP and scheduling cost one user: the server beside the engine without it, in turns."""
     folder = model.shaped(args.q4, args.models)
     env = {"Q4_ISA": args.isa} if args.isa else {}
-    # The bench decodes behind a prompt of 16 tokens too.
-    short, steps, batches = 16, [], []
-    bench = ["--json", "bench", folder, *inputs, "--prefill", short, "--decode", WORK.answer, "-r", 1]
-    with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
-        crowd(server.port, 1, 1, bodies(1, Work(short, 8)))
-        # Seconds apart, for what neighbours leave of the processor changes from minute to minute.
-        for turn in range(TURNS * args.rounds):
-            one = crowd(server.port, 1, 1, bodies(1, Work(short, WORK.answer), seed=turn))
-            report = json.loads(must(args.q4, *bench, env=env)[1])
-            rate = next(r["median"] for r in report["results"] if r["what"].startswith("tg"))
-            steps.append(statistics.median(one.gaps) * rate - 1)
-    say(f"{prefix}more for a step:", *(f"{step:.1%}" for step in steps))
-    bound = ("--ignore-eos", *WORDS, *inputs, folder)
-    kept = ("prompt", "max_tokens", "temperature")
-    for turn in range(args.rounds):
-        asked = bodies(2 * MOST, WORK, seed=turn)
+    short = 16  # tokens, behind which the bench decodes too
+    for prefix, inputs in INPUTS.items():
+        steps = []
+        bench = ["--json", "bench", folder, *inputs, "--prefill", short, "--decode", WORK.answer, "-r", 1]
         with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
             crowd(server.port, 1, 1, bodies(1, Work(short, 8)))
-            all_ = crowd(server.port, MOST, 2, asked)
-        lines = [{name: body[name] for name in kept} for body in asked]
-        # Loading is none of it.
-        least, _ = of_batch(args.q4, [{**lines[0], "max_tokens": 1}], args.isa, *bound)
-        seconds, answers = of_batch(args.q4, lines, args.isa, *bound)
-        assert sum(tokens for *_, tokens in answers) == all_.tokens, "the answers are not as long"
-        batches.append(all_.seconds / (seconds - least) - 1)
-        say(f"{prefix}more for all: {batches[-1]:.1%}")
-    unit = f"% more for a step of one user over HTTP than in q4 bench, in turns, median of {len(steps)} pairs"
-    row(f"{prefix}cost-step", round(100 * statistics.median(steps), 1), unit, "<= 3")
-    unit = f"% more for {2 * MOST} answers to {MOST} users than by generate --batch, without loading"
-    row(f"{prefix}cost-{MOST}", round(100 * statistics.median(batches), 1), unit, "<= 3")
+            # Seconds apart, for what neighbours leave of the processor changes from minute to minute.
+            for turn in range(TURNS * args.rounds):
+                one = crowd(server.port, 1, 1, bodies(1, Work(short, WORK.answer), seed=turn))
+                report = json.loads(must(args.q4, *bench, env=env)[1])
+                rate = next(r["median"] for r in report["results"] if r["what"].startswith("tg"))
+                steps.append(statistics.median(one.gaps) * rate - 1)
+        say(f"{prefix}more for a step:", *(f"{step:.1%}" for step in steps))
+        unit = f"% more for a step of one user over HTTP than in q4 bench, in turns, median of {len(steps)} pairs"
+        row(f"{prefix}cost-step", round(100 * statistics.median(steps), 1), unit, "<= 3")
+
+
+def cost_all(args):
+    """The same of 32 users, beside a batch."""
+    folder = model.shaped(args.q4, args.models)
+    kept = ("prompt", "max_tokens", "temperature")
+    for prefix, inputs in INPUTS.items():
+        batches = []
+        bound = ("--ignore-eos", *WORDS, *inputs, folder)
+        for turn in range(args.rounds):
+            asked = bodies(2 * MOST, WORK, seed=turn)
+            with Server(args.q4, *WORDS, *inputs, model=folder, isa=args.isa) as server:
+                crowd(server.port, 1, 1, bodies(1, Work(16, 8)))
+                all_ = crowd(server.port, MOST, 2, asked)
+            lines = [{name: body[name] for name in kept} for body in asked]
+            # Loading is none of it.
+            least, _ = of_batch(args.q4, [{**lines[0], "max_tokens": 1}], args.isa, *bound)
+            seconds, answers = of_batch(args.q4, lines, args.isa, *bound)
+            assert sum(tokens for *_, tokens in answers) == all_.tokens, "the answers are not as long"
+            batches.append(all_.seconds / (seconds - least) - 1)
+            say(f"{prefix}more for all: {batches[-1]:.1%}")
+        unit = f"% more for {2 * MOST} answers to {MOST} users than by generate --batch, without loading"
+        row(f"{prefix}cost-{MOST}", round(100 * statistics.median(batches), 1), unit, "<= 3")
