@@ -16,7 +16,8 @@ use std::ops::Range;
 
 /// Most rows that are multiplied straight from the registers a code is decoded to.
 const GEMV_ROWS: usize = 4;
-/// Rows of x whose sums are kept while the weights pass by: with their inputs and two tiles, 34 KiB.
+/// Rows of x whose sums are kept while the weights pass by: with their inputs and two tiles, 34 KiB, and those
+/// of a chain where [`held`] keeps them in memory, 8 KiB.
 const ROWS: usize = 128;
 /// Blocks that are decoded at a time, at most.
 const PAIR: usize = 2;
@@ -267,7 +268,7 @@ unsafe fn sixteen<D: Dot, const BITS: u32, const OFFSET: bool>(
     x: &Block,
     i: usize,
 ) -> <D::On as Vector>::F {
-    // SAFETY: the caller's; a block has 16 bytes for each scale.
+    // SAFETY: the caller's; a block has 16 bytes and a start for each scale.
     unsafe {
         let four = x.q.as_ptr().add(BLOCK * i).cast::<i32>();
         // Codes with an offset count from zero, and nothing is too much.

@@ -15,7 +15,8 @@ use std::ops::Range;
 
 /// Blocks that are decoded at a time, at most.
 const PAIR: usize = 2;
-/// Blocks for which rows of x are copied once: with as many sums of [`MOST_ROWS`] as half a second level holds.
+/// Blocks for which rows of x are copied once. Their sums of [`MOST_ROWS`] are 120 KiB, on the stack of a task:
+/// half of a small second level.
 const WIDTH: usize = 4 * QUAD;
 
 /// What rows of x have for a chain, `[rows, len]`.
