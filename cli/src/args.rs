@@ -17,7 +17,7 @@ mod trace;
 pub use crate::choices::*;
 pub use bench::BenchArgs;
 use clap::{ArgAction, Args, Parser, Subcommand, ValueHint};
-pub use conformance::{Child, ConformanceArgs};
+pub use conformance::ConformanceArgs;
 pub use form::FormArgs;
 pub use line::{parse, tip, verb_first};
 pub use measure::{CompareArgs, CutArgs, EvalArgs, Supervise};

@@ -1,24 +1,23 @@
 //! `q4 conformance`: a backend through the suite, in child processes, with a report for whoever asks and a
 //! certificate.
 //!
-//! A child is this very command line with one hidden option more, so that parent and child enumerate the same
-//! cases. A third party's library is mapped by neither: each has a process of its own for it
+//! A child is this very command line and, hidden, which part of the cases is its own, so that it makes those
+//! that its parent has. A third party's library is mapped by neither: each has a process of its own for it
 //! ([`crate::plugins::Place`]), compares what comes back, and believes nothing else.
-use crate::args::{Child, ConformanceArgs};
+use crate::args::ConformanceArgs;
 use crate::context::Context;
 use crate::plugins::{self, Tables};
 use crate::report::Outcome;
 use q4_conformance::certificate::DATA_VARIABLES;
 use q4_conformance::{
     Bench, Case, CaseResult, Certificate, Certificates, ChildProcesses, InProcess, Level, Library, Options,
-    Profile, Proof, Report, Runner, SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
+    Part, Profile, Proof, Report, Runner, SUITE_VERSION, Waivers, cases, claims, proofs, run_with, serve,
 };
 use q4_core::memory::Budget;
 use q4_core::{
     BUILTINS, Candidate, Code, Device, Dispatch, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool,
 };
 use serde::Serialize;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -39,7 +38,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
     let options = Options { device: cx.device()?, ..options(args)? };
     let threads = cx.threads();
     let chosen = chosen(cx, args, registry)?;
-    if let Some(Child { name, range }) = &args.child {
+    if let Some((name, part)) = args.child.as_ref().zip(args.part.as_ref()) {
         let backend =
             chosen.first().ok_or_else(|| Error::new(Code::Internal, format!("a child without {name}")))?;
         let bench = Bench {
@@ -50,7 +49,7 @@ pub fn run(cx: &Context, args: &ConformanceArgs) -> Result<Outcome> {
             abi: tables.of(name),
             proofs: &proofs(&**backend, registry.env(), options.device),
         };
-        return child(&bench, range.clone(), &options);
+        return child(&bench, part, &options);
     }
     for backend in chosen.iter().filter(|b| is_plugin(&***b) && !args.in_process) {
         // It may not come back when it is asked what it computes, or end the process that asks it.
@@ -207,7 +206,7 @@ fn chosen(cx: &Context, args: &ConformanceArgs, registry: &Registry) -> Result<V
     let named = |b: &Arc<dyn Q4Backend>, name: &str| b.descriptor().name == name;
     // A child is asked for by name, so that a name needs no quoting on the way.
     let asked = match &args.child {
-        Some(child) => Some(child.name.clone()),
+        Some(name) => Some(name.clone()),
         None => cx.policy().overrides.all,
     };
     if let Some(name) = &asked {
@@ -298,7 +297,7 @@ fn children(args: &ConformanceArgs, name: &str, device: Device, budget: &Budget)
     let in_memory = budget.limit().checked_div(args.case_memory).unwrap_or(1);
     let in_memory = usize::try_from(in_memory).unwrap_or(usize::MAX);
     ChildProcesses {
-        command: Box::new(move |range| own_command(&Child { name: name.clone(), range }, runner.as_deref())),
+        command: Box::new(move |part| own_command(&name, part, runner.as_deref())),
         at_once: match device {
             Device::Cpu => processors.min(CHILDREN).min(in_memory).max(1),
             // A card is one, and its memory is for one.
@@ -331,7 +330,7 @@ fn processor() -> Option<String> {
 }
 
 /// This command line again, as a child, started by `runner` if there is one: words between spaces.
-fn own_command(part: &Child, runner: Option<&str>) -> Command {
+fn own_command(name: &str, part: &Part, runner: Option<&str>) -> Command {
     let own = std::env::current_exe().unwrap_or_else(|_| "q4".into());
     let mut words = runner.unwrap_or_default().split_whitespace();
     let mut command = match words.next() {
@@ -343,13 +342,13 @@ fn own_command(part: &Child, runner: Option<&str>) -> Command {
         None => Command::new(own),
     };
     command.args(std::env::args_os().skip(1));
-    command.arg("--child").arg(part.to_string());
+    command.arg("--child").arg(name).arg("--part").arg(part.to_string());
     command
 }
 
-fn child(bench: &Bench<'_>, range: Range<usize>, options: &Options) -> Result<Outcome> {
-    let cases = cases(bench.proofs, bench.abi, options);
-    serve(&cases, range, bench, &mut std::io::stdout())?;
+fn child(bench: &Bench<'_>, part: &Part, options: &Options) -> Result<Outcome> {
+    let cases = cases(bench.proofs, bench.abi, &part.options(options));
+    serve(&cases, part.range.clone(), bench, &mut std::io::stdout())?;
     Ok(Outcome::Done)
 }
 

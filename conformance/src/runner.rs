@@ -2,6 +2,7 @@
 //! report along.
 use crate::case::{Bench, Case, CaseResult, Outcome};
 use crate::memory::resident_of_all;
+use crate::part::Part;
 use q4_core::stderr::Stderr;
 use q4_core::{Code, Error, Result};
 use serde::{Deserialize, Serialize};
@@ -86,7 +87,7 @@ fn secret() -> String {
     format!("{:016x}{:016x}", random(), random())
 }
 
-/// The child's side: runs the cases of `range` and writes what came of them to `out`.
+/// The child's side: runs the cases of `range`, of those of its part, and writes what came of them to `out`.
 ///
 /// # Errors
 /// `Io` when the parent is gone.
@@ -127,8 +128,8 @@ pub fn serve(cases: &[Case], range: Range<usize>, bench: &Bench<'_>, out: &mut d
 /// In child processes, one for the cases of a level and claim. A child that ends early costs the case it was
 /// at; the next one goes on behind it.
 pub struct ChildProcesses {
-    /// The command that calls [`serve`] for a range of the same cases.
-    pub command: Box<dyn Fn(Range<usize>) -> Command + Sync>,
+    /// The command that calls [`serve`] for a part of the same cases.
+    pub command: Box<dyn Fn(&Part) -> Command + Sync>,
     /// Children that run at the same time, at least one. Results come in the order of the cases whatever it
     /// is.
     pub at_once: usize,
@@ -151,7 +152,7 @@ impl Runner for ChildProcesses {
             loop {
                 let next = todo.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some((sender, group)) = next.filter(|_| !stop.load(Ordering::Relaxed)) else { return };
-                self.group(cases, group, backend, &mut |result| {
+                self.group(&cases[group], backend, &mut |result| {
                     sender.send(result).is_ok() && !stop.load(Ordering::Relaxed)
                 });
             }
@@ -168,41 +169,36 @@ impl Runner for ChildProcesses {
 
 impl ChildProcesses {
     /// One child after the other, until every case of the group has a result or `each` says false.
-    fn group(
-        &self,
-        cases: &[Case],
-        group: Range<usize>,
-        backend: &str,
-        each: &mut dyn FnMut(CaseResult) -> bool,
-    ) {
-        let (mut next, mut losses) = (group.start, 0);
-        while next < group.end {
+    fn group(&self, cases: &[Case], backend: &str, each: &mut dyn FnMut(CaseResult) -> bool) {
+        let (mut next, mut losses) = (0, 0);
+        while next < cases.len() {
             if losses == PATIENCE {
                 let message = format!("not run: {PATIENCE} children of this group were lost");
-                let mut rest = cases[next..group.end].iter();
+                let mut rest = cases[next..].iter();
                 rest.all(|case| each(CaseResult::ended(case, Outcome::Error, Some(message.clone()))));
                 return;
             }
-            let (end, goes_on) = self.child(cases, next..group.end, backend, each);
+            let (end, goes_on) = self.child(cases, next, backend, each);
             if !goes_on {
                 return;
             }
-            losses += usize::from(end < group.end);
+            losses += usize::from(end < cases.len());
             next = end;
         }
     }
 
-    /// Runs one child over `range`; returns the case behind the last one that has a result.
+    /// Runs one child over the cases of a group from `next` on; returns the case behind the last one that has
+    /// a result.
     fn child(
         &self,
         cases: &[Case],
-        range: Range<usize>,
+        mut next: usize,
         backend: &str,
         each: &mut dyn FnMut(CaseResult) -> bool,
     ) -> (usize, bool) {
-        let mut next = range.start;
+        let end = cases.len();
         let secret = secret();
-        let spawned = (self.command)(range.clone())
+        let spawned = (self.command)(&Part::of(cases, next))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -226,13 +222,11 @@ impl ChildProcesses {
                 Ok(text) => {
                     last = Instant::now();
                     match parse(&text, &secret) {
-                        Some(Line::Started(i)) if !begun && i == next && next < range.end => {
+                        Some(Line::Started(i)) if !begun && i == next && next < end => {
                             (begun, running) = (true, Some(span(&cases[next], backend).entered()));
                         }
                         // Of the case that it is at, and of no other.
-                        Some(Line::Ended(result))
-                            if begun && next < range.end && is_of(&cases[next], &result) =>
-                        {
+                        Some(Line::Ended(result)) if begun && next < end && is_of(&cases[next], &result) => {
                             (next, begun) = (next + 1, false);
                             ended(running.take(), result.outcome);
                             if !each(result) {
@@ -259,7 +253,7 @@ impl ChildProcesses {
                 break (Outcome::Error, format!("more than {} bytes resident", self.memory_limit));
             }
         };
-        if next == range.end {
+        if next == end {
             return (next, true);
         }
         ended(running, outcome);
@@ -382,7 +376,7 @@ mod tests {
             seen.push(result);
             true
         };
-        assert_eq!(runner.child(&cases, 0..1, "any", &mut { took }), (1, true));
+        assert_eq!(runner.child(&cases, 0, "any", &mut { took }), (1, true));
         let result = seen.pop().expect("one result");
         (result.outcome, result.message.unwrap_or_default())
     }
@@ -486,15 +480,15 @@ mod tests {
     fn two_children_run_at_once_and_results_come_in_order() {
         let script = "read s; me=$1; d=$2; touch $d/$me; \
                       until [ -e $d/1 ] && [ -e $d/2 ]; do sleep 0.01; done; [ $me = 1 ] && sleep 0.1; \
-                      printf '\\001q4-case %s {\"started\":%s}\\n' $s $((me - 1)); \
+                      printf '\\001q4-case %s {\"started\":0}\\n' $s; \
                       printf '\\001q4-case %s {\"ended\":{\"id\":\"L%s/backend/any\",\"level\":\"L%s\",\"outcome\":\"pass\"}}\\n' \
                       $s $me $me";
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().to_owned();
         let runner = ChildProcesses {
-            command: Box::new(move |range| {
+            command: Box::new(move |part| {
                 let mut command = Command::new("sh");
-                command.args(["-c", script, "sh"]).arg((range.start + 1).to_string()).arg(&path);
+                command.args(["-c", script, "sh"]).arg(&part.level.as_str()[1..]).arg(&path);
                 command
             }),
             time_limit: Duration::from_secs(20),

@@ -1,7 +1,6 @@
 //! The options of `q4 conformance`.
 use clap::{Args, ValueHint};
-use std::fmt;
-use std::ops::Range;
+use q4_conformance::Part;
 use std::path::PathBuf;
 
 /// `q4 conformance`.
@@ -70,31 +69,10 @@ pub struct ConformanceArgs {
     /// Write no certificate.
     #[arg(long)]
     pub no_certificate: bool,
-    /// What this process does for its parent.
-    #[arg(long, hide = true, overrides_with = "child", value_parser = child)]
-    pub child: Option<Child>,
-}
-
-/// A part of the work that a process does for the one that started it: cases of one backend.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Child {
-    /// The backend.
-    pub name: String,
-    /// Its cases, by their place in the list of all.
-    pub range: Range<usize>,
-}
-
-impl fmt::Display for Child {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}..{}", self.name, self.range.start, self.range.end)
-    }
-}
-
-fn child(text: &str) -> Result<Child, String> {
-    let parse = || {
-        let (name, range) = text.rsplit_once(':')?;
-        let (start, end) = range.split_once("..")?;
-        Some(Child { name: name.to_owned(), range: start.parse().ok()?..end.parse().ok()? })
-    };
-    parse().ok_or_else(|| "need NAME:START..END".to_owned())
+    /// The backend that this process runs cases of for its parent, ...
+    #[arg(long, hide = true, requires = "part", overrides_with = "child")]
+    pub child: Option<String>,
+    /// ... and which.
+    #[arg(long, hide = true, requires = "child", overrides_with = "part")]
+    pub part: Option<Part>,
 }

@@ -8,7 +8,7 @@
 //! there is none or that one does not tell it any more. `--record` writes that file anew.
 use q4_conformance::liars::{Mutant, device_of, honest, honest_on_card, honest_units, mutants};
 use q4_conformance::{
-    Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Outcome, Profile, Proof, Runner,
+    Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Outcome, Part, Profile, Runner,
     cases, memory::CountingAllocator, proofs, run, serve,
 };
 use q4_core::{BUILTINS, BuiltinOptions, Code, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool};
@@ -70,7 +70,7 @@ enum Task {
     /// Says which cases of one part of the suite, nothing left out of it, a correct backend fails.
     Whole(String, usize),
     /// Runs these cases, or the one there is, of a mutant that may end its process.
-    Serve(String, std::ops::Range<usize>, Option<String>),
+    Serve(String, Part, Option<String>),
 }
 
 fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
@@ -96,7 +96,10 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Line> {
                 line.task = Some(Task::Accuse(name, from as u64..to as u64));
             }
             "--whole" => line.task = Some(Task::Whole(value()?, number(value()?)?)),
-            "--serve" => line.task = Some(Task::Serve(value()?, number(value()?)?..number(value()?)?, None)),
+            "--serve" => {
+                let (name, part) = (value()?, value()?.parse().map_err(|e: String| bad(&e))?);
+                line.task = Some(Task::Serve(name, part, None));
+            }
             other => return Err(bad(&format!("`{other}` is unknown"))),
         }
     }
@@ -123,9 +126,9 @@ fn start(line: &Line) -> Result<u8> {
 fn run_task(task: &Task, sample: usize) -> Result<()> {
     let (threads, env) = (ThreadPool::new(2), HostEnv::collect());
     let found = match task {
-        Task::Serve(name, range, case) => {
-            let options = options(mutant(name)?.level, case.as_deref());
-            return child(mutant(name)?, range.clone(), &options, &env, &threads);
+        Task::Serve(name, part, case) => {
+            let options = part.options(&options(mutant(name)?.level, case.as_deref()));
+            return child(mutant(name)?, part, &options, &env, &threads);
         }
         Task::Catch(name, case) => {
             let found = catch(mutant(name)?, case.as_deref(), &env, &threads);
@@ -318,25 +321,22 @@ fn options(level: Level, case: Option<&str>) -> Options {
     case.into_iter().fold(all, Options::replaying)
 }
 
-/// Cases of a mutant, those last that take long.
-fn ordered(proofs: &[Proof], options: &Options) -> Vec<Case> {
-    let mut all = cases(proofs, None, options);
-    all.sort_by_key(|c| c.id.contains("/model/"));
-    all
-}
-
 /// The first case of its level that tells the mutant, or the one that is asked.
 fn catch(mutant: &Mutant, case: Option<&str>, env: &HostEnv, threads: &ThreadPool) -> Option<CaseResult> {
     let backend = mutant.backend();
     let device = device_of(&*backend);
     let proofs = proofs(&*backend, env, device);
-    let cases = ordered(&proofs, &options(mutant.level, case));
+    let mut cases = cases(&proofs, None, &options(mutant.level, case));
+    if !mutant.is_lethal {
+        // Last those that take long.
+        cases.sort_by_key(|c| c.id.contains("/model/"));
+    }
     let bench = Bench { backend: &*backend, env, device, threads, abi: None, proofs: &proofs };
     let (name, only) = (mutant.name, case.map(str::to_owned));
     let children = ChildProcesses {
-        command: Box::new(move |range| {
+        command: Box::new(move |part| {
             let mut command = own_command();
-            command.args(["--serve", name, &range.start.to_string(), &range.end.to_string()]);
+            command.args(["--serve", name, &part.to_string()]);
             command.args(only.iter().flat_map(|case| ["--case", case]));
             command
         }),
@@ -355,19 +355,13 @@ fn catch(mutant: &Mutant, case: Option<&str>, env: &HostEnv, threads: &ThreadPoo
     found
 }
 
-fn child(
-    mutant: &Mutant,
-    range: std::ops::Range<usize>,
-    options: &Options,
-    env: &HostEnv,
-    threads: &ThreadPool,
-) -> Result<()> {
+fn child(mutant: &Mutant, part: &Part, options: &Options, env: &HostEnv, threads: &ThreadPool) -> Result<()> {
     let backend = mutant.backend();
     let device = device_of(&*backend);
     let proofs = proofs(&*backend, env, device);
-    let cases = ordered(&proofs, options);
+    let cases = cases(&proofs, None, options);
     let bench = Bench { backend: &*backend, env, device, threads, abi: None, proofs: &proofs };
-    serve(&cases, range, &bench, &mut std::io::stdout())
+    serve(&cases, part.range.clone(), &bench, &mut std::io::stdout())
 }
 
 /// A correct backend, and the host it runs on.
