@@ -8,6 +8,7 @@ mod first_token;
 mod kernels;
 mod report;
 mod server;
+mod together;
 
 use crate::args::BenchArgs;
 use crate::client::Server;
@@ -18,6 +19,7 @@ use crate::session::warn_of_unscaled;
 use crate::writing;
 use q4_core::memory::{Budget, forget_peak, peak_resident};
 use q4_core::{Activations, Code, Device, Dispatch, Error, Result, ThreadPool};
+use q4_model::batch::PAGE;
 use q4_model::cpu::{KvCache, KvShape, KvType};
 use q4_model::executor::Shape;
 use q4_model::load::{ContextOptions, Loaded, load, shape};
@@ -27,6 +29,7 @@ use q4_model::synthetic::{self, Recipe};
 use report::{Body, Memory, Row};
 use std::sync::Arc;
 use std::time::Instant;
+use together::Together;
 
 /// Tokens in the cache before decoding is measured.
 const PROMPT: usize = 16;
@@ -61,8 +64,10 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         return server::run(cx, args, server);
     }
     let start = Instant::now();
-    if args.repetitions == 0 || args.prefill.contains(&0) || args.depth.contains(&0) {
-        let need = "at least one repetition, and prompts and depths of one token or more";
+    let nothing = [&args.prefill, &args.depth, &args.batch].iter().any(|all| all.contains(&0));
+    if args.repetitions == 0 || nothing || args.decode == 0 && !args.batch.is_empty() {
+        let need =
+            "at least one repetition, prompts, depths and batches of one or more, and for batches --decode";
         return Err(Error::new(Code::Usage, "bench").need(need));
     }
     if let Some(out) = &args.write {
@@ -81,7 +86,9 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
     let before = Roofline::measure(&threads)?;
     forget_peak(); // what was read to measure bandwidth is no memory of the model's
     let longest = args.prefill.iter().copied().max().unwrap_or(PROMPT).max(PROMPT);
-    let chunk = longest.min(crate::session::chunk(cx.device()?));
+    // Every sequence of a batch has a row of each step.
+    let most = args.batch.iter().copied().max().unwrap_or(0);
+    let chunk = longest.min(crate::session::chunk(cx.device()?)).max(most);
     let budget = cx.budget();
     let subject = subject(cx, args, &dispatch, &threads, chunk, &budget)?;
     let deepest = args.depth.iter().copied().max().unwrap_or(0).max(PROMPT);
@@ -107,10 +114,18 @@ pub fn run(cx: &Context, args: &BenchArgs) -> Result<Outcome> {
         let rates = measure(args, args.decode as f64, || decode(&mut runner, &ids, args.decode))?;
         figures.push(subject.decoding(depth, args.decode, rates));
     }
+    drop(runner);
+    for &n in &args.batch {
+        let mut batch = Together::new(&subject, args, n, chunk, &budget)?;
+        let rates = measure(args, (n * args.decode) as f64, || {
+            timed(|| (0..args.decode).try_for_each(|_| batch.step()))
+        })?;
+        figures.push(subject.decoding_together(n, args, rates));
+    }
     if args.kernels {
         kernels::measure_all(&subject, &before, args, chunk, &threads, &mut figures)?;
     }
-    let memory = subject.memory(context, peak_resident());
+    let memory = subject.memory(context.max(most * together::pages(args) * PAGE), peak_resident());
     let roofline = before.or_faster(&Roofline::measure(&threads)?);
     let gmac_s = roofline.gmac_s(&subject.activations);
     let body = Body {
@@ -273,6 +288,17 @@ impl Subject {
         let mut figure = self.figure(format!("tg{steps} at {depth}"), rates, 1);
         figure.work.bytes += KvCache::bytes(self.kv, KvShape::of(&self.shape), depth + steps / 2) as f64;
         figure
+    }
+
+    /// Tokens a second of `n` sequences together: a step reads the weights for all of them, keys and values for
+    /// each. A repetition goes on where the one before it stopped; counted are the positions of the middle one.
+    fn decoding_together(&self, n: usize, args: &BenchArgs, rates: Vec<f64>) -> Figure {
+        let (_, all) = synthetic::macs(&self.shape);
+        let before = args.repetitions / 2 + usize::from(!args.no_warm_up);
+        let depth = PROMPT + before * args.decode + args.decode / 2;
+        let kv = KvCache::bytes(self.kv, KvShape::of(&self.shape), depth) as f64;
+        let work = Work { bytes: self.token_bytes as f64 / n as f64 + kv, macs: all as f64 };
+        Figure { what: format!("batch {n}"), shape: self.name.clone(), unit: "tok/s", rates, work }
     }
 
     fn memory(&self, context: usize, peak_bytes: Option<u64>) -> Memory {

@@ -36,7 +36,7 @@ pub struct BenchArgs {
     /// Measure decoding behind this many tokens too.
     #[arg(long, value_delimiter = ',', value_name = "N,...", conflicts_with = "server")]
     pub depth: Vec<usize>,
-    /// Sequences that decode together, to measure too (CUDA).
+    /// Sequences that decode together, to measure too.
     #[arg(long, value_delimiter = ',', value_name = "N,...", conflicts_with = "server")]
     pub batch: Vec<usize>,
     /// A model of this size with random weights instead of MODEL, e.g. qwen3-0.6b.
@@ -49,7 +49,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, requires = "shape")]
     pub write: Option<PathBuf>,
     /// Measure the way to the first token of a short prompt instead of rates.
-    #[arg(long, conflicts_with_all = ["write", "kernels", "server"])]
+    #[arg(long, conflicts_with_all = ["write", "kernels", "server", "depth", "batch"])]
     pub first_token: bool,
     /// Measure single products too.
     #[arg(long, conflicts_with = "server")]

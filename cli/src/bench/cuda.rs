@@ -1,17 +1,16 @@
 //! `q4 bench` on a CUDA device: prompts, decoding, batches and single products beside what the device allows.
 use super::report::{Row, table};
+use super::together::Together;
 use super::{PROMPT, Subject, prompt};
 use crate::args::BenchArgs;
 use crate::context::Context;
 use crate::device_roofline::DeviceRoofline;
 use crate::report::Outcome;
-use q4_core::memory::{Budget, human};
+use q4_core::memory::human;
 use q4_core::{DType, Dispatch, ExecContext, ExecPath, Q4Linear, Result, ThreadPool};
 use q4_cuda::{Buffer, Event, Gpu, Stream, libraries, view, view_mut};
-use q4_model::batch::{PAGE, Part, Sequences};
 use q4_model::cuda::CudaCache;
-use q4_model::load::{ContextOptions, Many};
-use q4_model::sampling::{Sampler, SamplingParams};
+use q4_model::load::ContextOptions;
 use q4_model::synthetic;
 use q4_model::weights::Linear;
 use serde::Serialize;
@@ -120,8 +119,7 @@ pub(super) fn run(
     }
     drop(runner);
     for &n in &args.batch {
-        let context = PROMPT + (args.repetitions + 2) * args.decode + 2;
-        let mut batch = Together::new(&subject, n, context, chunk.max(n), &budget)?;
+        let mut batch = Together::new(&subject, args, n, chunk.max(n), &budget)?;
         let bytes = (subject.token_bytes + kv(PROMPT) * n as u64) as f64 / (bench.roofline.read_gb_s * 1e9);
         let computing = (macs * n as u64) as f64 / (bench.roofline.gmac_s * 1e9);
         let floor = args.decode as f64 * bytes.max(computing);
@@ -166,53 +164,6 @@ pub(super) fn run(
         cx.report().text(&text(&body))?;
     }
     Ok(Outcome::Done)
-}
-
-/// Sequences that decode together, greedily.
-struct Together {
-    engine: Box<dyn Sequences>,
-    sampler: Sampler,
-    parts: Vec<Part>,
-    rows: Vec<usize>,
-    /// Next token of every sequence.
-    ids: Vec<u32>,
-}
-
-impl Together {
-    /// `n` sequences behind prompts of [`PROMPT`] tokens, in steps of up to `chunk` rows.
-    fn new(subject: &Subject, n: usize, context: usize, chunk: usize, budget: &Budget) -> Result<Self> {
-        let s = &subject.shape;
-        let pages = context.div_ceil(PAGE);
-        let many = Many { sequences: n, pages: n * pages };
-        let options = ContextOptions { context, chunk, all_logits: false, kv: subject.kv, many: None };
-        let mut engine = subject.loaded.sequences(options, many, budget)?;
-        let mut sampler = Sampler::new(SamplingParams::default(), s.vocab)?;
-        let mut ids = Vec::new();
-        for sequence in 0..n {
-            (0..pages).for_each(|page| engine.add_page(sequence, (sequence * pages + page) as u32));
-            let mut prompt = prompt(PROMPT, s);
-            prompt.rotate_left(sequence % PROMPT); // no two of the first alike
-            let pieces = prompt.chunks(chunk);
-            let last = pieces.len() - 1;
-            for (i, ids) in pieces.enumerate() {
-                let end = [ids.len() - 1];
-                let picks = if i == last { &end[..] } else { &[] };
-                engine.step(ids, &[Part { sequence, rows: ids.len() }], picks)?;
-            }
-            ids.push(engine.sample(0, &mut sampler, &[])?);
-        }
-        let parts = (0..n).map(|sequence| Part { sequence, rows: 1 }).collect();
-        Ok(Self { engine, sampler, parts, rows: (0..n).collect(), ids })
-    }
-
-    /// Accepts the chosen token of every sequence and chooses the next ones.
-    fn step(&mut self) -> Result<()> {
-        self.engine.step(&self.ids, &self.parts, &self.rows)?;
-        for (i, id) in self.ids.iter_mut().enumerate() {
-            *id = self.engine.sample(i, &mut self.sampler, &[])?;
-        }
-        Ok(())
-    }
 }
 
 struct Bench<'a> {

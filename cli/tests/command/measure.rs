@@ -41,11 +41,13 @@ fn the_support_matrix_of_the_readme_is_what_diagnose_prints() {
 
 #[test]
 fn bench_reports_a_roofline_beside_every_figure() {
-    let report =
-        json("bench", &["--prefill", "8,16", "--decode", "4", "-r", "2", "--backend", "nvfp4-kernel"]);
+    let report = json(
+        "bench",
+        &["--prefill", "8,16", "--decode", "4", "--batch", "1,40", "-r", "2", "--backend", "nvfp4-kernel"],
+    );
     let rows = report["results"].as_array().unwrap();
     let names: Vec<_> = rows.iter().map(|r| r["what"].as_str().unwrap()).collect();
-    assert_eq!(names, ["pp8", "pp16", "tg4"]);
+    assert_eq!(names, ["pp8", "pp16", "tg4", "batch 1", "batch 40"]);
     for r in rows {
         for field in ["median", "min", "max", "roofline", "fraction"] {
             assert!(r[field].as_f64().is_some_and(|v| v > 0.0), "{field} of {r}");
@@ -75,6 +77,10 @@ fn bench_refuses_what_would_do_nothing() {
         ["bench", "--format", "nf4"],
         ["bench", "--write", "x"],
         ["bench", "--prefill=0", "--decode=1"],
+        ["bench", "--batch=4,0", "--decode=1"],
+        ["bench", "--batch=4", "--decode=0"],
+        ["bench", "--first-token", "--batch=4"],
+        ["bench", "--first-token", "--depth=4"],
         ["bench", "--shape=qwen3-0.6b", "--quantize=nf4"],
     ] {
         assert_eq!(run(&line).status.code(), Some(2), "{line:?}");
