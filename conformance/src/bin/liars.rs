@@ -8,8 +8,8 @@
 //! there is none or that one does not tell it any more. `--record` writes that file anew.
 use q4_conformance::liars::{Mutant, device_of, honest, honest_on_card, honest_units, mutants};
 use q4_conformance::{
-    Bench, Case, CaseResult, ChildProcesses, InProcess, Level, Options, Outcome, Part, Profile, Runner,
-    cases, memory::CountingAllocator, proofs, run, serve,
+    Bench, CaseResult, ChildProcesses, InProcess, Level, Options, Outcome, Part, Profile, Runner, cases,
+    memory::CountingAllocator, proofs, run, serve,
 };
 use q4_core::{BUILTINS, BuiltinOptions, Code, Error, HostEnv, Q4Backend, Registry, Result, ThreadPool};
 use serde::{Deserialize, Serialize};
