@@ -347,6 +347,7 @@ fn own_command(name: &str, part: &Part, runner: Option<&str>) -> Command {
 }
 
 fn child(bench: &Bench<'_>, part: &Part, options: &Options) -> Result<Outcome> {
+    q4_conformance::memory::keep();
     let cases = cases(bench.proofs, bench.abi, &part.options(options));
     serve(&cases, part.range.clone(), bench, &mut std::io::stdout())?;
     Ok(Outcome::Done)
