@@ -176,11 +176,13 @@ unsafe fn panel_rows<const C: usize>(tiles: *const FloatTile, groups: usize, x: 
     // Two of them; a compiler that knows lays a chain out, loads all its weights first and then lacks registers
     // for sums.
     let loops = [groups, hint::black_box(2)];
-    for r in (0..x.rows).step_by(PANEL) {
-        // SAFETY: same contract; PANEL rows from r on or the last ones exist.
+    let mut r = 0;
+    while r < x.rows {
+        let some = together(x.rows - r);
+        // SAFETY: same contract; so many rows from r on exist.
         unsafe {
             let (rows, acc) = (FloatRows { x: x.x.add(r * x.ld), ..x }, acc.add(r));
-            match x.rows - r {
+            match some {
                 1 => panel_shape::<1, C>(tiles, loops, rows, acc),
                 2 => panel_shape::<2, C>(tiles, loops, rows, acc),
                 3 => panel_shape::<3, C>(tiles, loops, rows, acc),
@@ -189,7 +191,14 @@ unsafe fn panel_rows<const C: usize>(tiles: *const FloatTile, groups: usize, x: 
                 _ => panel_shape::<PANEL, C>(tiles, loops, rows, acc),
             }
         }
+        r += some;
     }
+}
+
+/// Rows of the next call of a panel that has so many left: few alone wait for their own sums, or load much for
+/// what they multiply, so that the last two calls share the rest.
+fn together(left: usize) -> usize {
+    if left > PANEL && left < 2 * PANEL { left.div_ceil(2) } else { left.min(PANEL) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]

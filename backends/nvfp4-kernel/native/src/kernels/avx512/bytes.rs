@@ -1,6 +1,6 @@
 //! Products with int8 activations in AVX-512, around one dot product of four bytes a lane. Weights are looked
 //! up as unsigned bytes, and a sum starts at what that adds too much.
-use super::{get, load, prefetch, put, scales};
+use super::{PANEL, get, load, prefetch, put, scales, together};
 use crate::kernels::{
     AHEAD, ANCHOR, Acc, Blocks, ByteBlock, ByteRows, ByteTile, GROUP_BYTES, GROUPS, OFFSET, PANEL_ROWS,
     Product, TILE_BYTES, by_rows,
@@ -12,9 +12,6 @@ pub const PLAIN: Product<ByteRows, ByteTile> = plain::BYTES;
 pub const VNNI: Product<ByteRows, ByteTile> = vnni::BYTES;
 pub const NEAR: Product<ByteRows, ByteTile> = near::BYTES;
 pub const FAR: Product<ByteRows, ByteTile> = far::BYTES;
-
-/// Activation rows that advance together where there are many.
-const PANEL: usize = 6;
 
 /// Doubled values + 12 by code.
 static UNSIGNED: [u8; 16] = {
@@ -100,9 +97,7 @@ macro_rules! kernels {
             unsafe fn panel_rows<const C: usize>(tiles: *const ByteTile, x: ByteRows, acc: *mut Acc) {
                 let mut r = 0;
                 while r < x.rows {
-                    // A few rows alone load much for what they multiply: the last two calls share the rest.
-                    let left = x.rows - r;
-                    let some = if left > PANEL && left < 2 * PANEL { left.div_ceil(2) } else { left.min(PANEL) };
+                    let some = together(x.rows - r);
                     // SAFETY: same contract; so many rows from r on exist.
                     unsafe {
                         // The same rows in the next tile of k lie in another page, where nothing fetches
