@@ -19,6 +19,10 @@ const ROWS: usize = 16;
 /// level of a cache.
 const NEAR: usize = 16 << 10;
 
+/// Positions from what is read of a larger page to what is asked for meanwhile: the next blocks of keys, of
+/// which up to eight are read at once, each from the start of another page of memory.
+const AHEAD: usize = 8 * LANES;
+
 /// Scores of a few (row, head) pairs per concurrent task, one line of positions each.
 pub(super) struct Scores {
     buffer: Vec<f32>,
@@ -77,13 +81,15 @@ pub(super) fn run(
                 break;
             }
             let (kv, rows) = (task / row_blocks, step.rows(task % row_blocks));
-            let (mut at, end) = (rows.start * group, rows.end * group);
+            let (mut at, end, is_alone) = (rows.start * group, rows.end * group, rows.len() == 1);
             while at < end {
                 at += match end - at {
-                    QUERIES.. if sums::queries(vectors) == QUERIES => step.queries::<QUERIES>(lane, kv, at),
-                    4.. => step.queries::<4>(lane, kv, at),
-                    2.. => step.queries::<2>(lane, kv, at),
-                    _ => step.queries::<1>(lane, kv, at),
+                    QUERIES.. if sums::queries(vectors) == QUERIES => {
+                        step.queries::<QUERIES>(lane, kv, at, is_alone)
+                    }
+                    4.. => step.queries::<4>(lane, kv, at, is_alone),
+                    2.. => step.queries::<2>(lane, kv, at, is_alone),
+                    _ => step.queries::<1>(lane, kv, at, is_alone),
                 };
             }
         }
@@ -119,16 +125,17 @@ impl Step<'_> {
         first..first
     }
 
-    /// N queries of one key/value head from number `at` on, which counts them by rows; returns N.
-    fn queries<const N: usize>(&self, lane: usize, kv: usize, at: usize) -> usize {
+    /// N queries of one key/value head from number `at` on, which counts them by rows; returns N. Those of a row
+    /// alone read from memory what those of many rows find in the cache.
+    fn queries<const N: usize>(&self, lane: usize, kv: usize, at: usize, is_alone: bool) -> usize {
         match self.cache.elements() {
-            Elements::F32(all) => self.sums::<f32, N>(all, lane, kv, at),
-            Elements::F16(all) => self.sums::<f16, N>(all, lane, kv, at),
+            Elements::F32(all) => self.sums::<f32, N>(all, lane, kv, at, is_alone),
+            Elements::F16(all) => self.sums::<f16, N>(all, lane, kv, at, is_alone),
         }
         N
     }
 
-    fn sums<T: Widen, const N: usize>(&self, all: &[T], lane: usize, kv: usize, at: usize) {
+    fn sums<T: Widen, const N: usize>(&self, all: &[T], lane: usize, kv: usize, at: usize, is_alone: bool) {
         let (d, group) = (self.shape.head_dim, self.shape.heads / self.shape.kv_heads);
         let place: [_; N] = array::from_fn(|i| ((at + i) / group, kv * group + (at + i) % group));
         let sequence = self.places[place[0].0].sequence;
@@ -149,16 +156,25 @@ impl Step<'_> {
         let (v, scale) = (self.vectors, 1.0 / (d as f32).sqrt());
         for (at, start) in (0..most).step_by(page).enumerate() {
             let lines = &mut lines.each_mut().map(|line| &mut line[start..blocks.min(start + page)]);
-            let next = if at + 1 < pages { of(at + 1).keys } else { of(0).values };
-            sums::scores(v, q, of(at).keys, is_near.then_some(next), scale, lines);
+            let keys = of(at).keys;
+            let next = match is_near {
+                true if at + 1 < pages => Some(of(at + 1).keys),
+                true => Some(of(0).values),
+                false => keys.get(AHEAD * d..).filter(|_| is_alone),
+            };
+            sums::scores(v, q, keys, next, scale, lines);
         }
         let totals = array::from_fn(|i| softmax(v, &mut lines[i][..counts[i]]));
         for (at, start) in (0..most).step_by(page).enumerate() {
             let scales = if at + 1 == pages { totals } else { [1.0; N] };
             let end = |i: usize| counts[i].clamp(start, start + page);
             let weights = array::from_fn(|i| &lines[i][start..end(i)]);
-            let next = (at + 1 < pages).then(|| of(at + 1).values);
-            sums::weighted(v, weights, of(at).values, next, (at > 0, scales), &mut out);
+            let values = of(at).values;
+            let next = match is_near {
+                true => (at + 1 < pages).then(|| of(at + 1).values),
+                false => values.get(AHEAD * d..).filter(|_| is_alone),
+            };
+            sums::weighted(v, weights, values, next, (at > 0, scales), &mut out);
         }
     }
 }

@@ -2,8 +2,8 @@
 //! widened once for all of them. In scores a lane is a position, in weighted values it is a column, so
 //! nothing is ever added across lanes.
 //!
-//! Pages of a cache lie anywhere, and no processor fetches ahead from one to the next by itself: a call asks
-//! for the lines of the page after its own as it reads them.
+//! Pages of a cache lie anywhere, and no processor fetches ahead from one to the next by itself, nor far enough
+//! within one: a call asks for the lines that are read after its own as it reads them.
 //!
 //! A score adds its products by ascending `j`, a weighted value by ascending position, fused where the
 //! instruction set has that: bits depend neither on who shares a call nor on the width of a register.
@@ -21,7 +21,7 @@ pub fn queries(v: Vectors) -> usize {
 }
 
 /// `out[i][p] = scale * Σ_j q[i][j] * keys[p / 16][j][p % 16]` for whole blocks of keys, `[blocks, d, 16]`.
-/// `next` is what is read after them, if it lies elsewhere.
+/// `next` is what is read after them, in another page or further on in the same.
 pub fn scores<T: Widen, const N: usize>(
     v: Vectors,
     q: [&[f32]; N],
