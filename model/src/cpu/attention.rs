@@ -170,8 +170,8 @@ impl Step<'_> {
             let end = |i: usize| counts[i].clamp(start, start + page);
             let weights = array::from_fn(|i| &lines[i][start..end(i)]);
             let values = of(at).values;
-            let next = match is_near {
-                true => (at + 1 < pages).then(|| of(at + 1).values),
+            let next = match at + 1 < pages {
+                true => Some(of(at + 1).values),
                 false => values.get(AHEAD * d..).filter(|_| is_alone),
             };
             sums::weighted(v, weights, values, next, (at > 0, scales), &mut out);
